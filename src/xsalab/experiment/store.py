@@ -1,0 +1,148 @@
+"""One folder a run: configuration, fingerprint, status, metrics, scores, weights. Rows, never only means.
+
+    config.json        the resolved configuration
+    fingerprint.json   shared start, batches, corpus, software, device: what a partner must agree with
+    status.json        running, finished, diverged or failed, and how far
+    metrics.jsonl      one row a step while the run lives; metrics.parquet when it has ended
+    scores.parquet     one row a validation document: nats and bytes
+    model.safetensors  the weights after the last step
+    checkpoints/       while the run lives; what a diverged run leaves for inspection
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..eval import ItemScore
+from ..train.checkpoint import write_atomic
+from .design import Cell, Experiment
+
+
+@dataclass(frozen=True)
+class RunStore:
+    """The folder of an experiment: ``out/experiments/NAME``."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, experiment: Experiment, out: Path) -> RunStore:
+        """Where the experiment's runs are kept under the folder ``out``."""
+        return cls(out / "experiments" / experiment.name)
+
+    def run(self, cell: Cell) -> RunFolder:
+        """The run of a cell, there or not."""
+        return RunFolder(self.folder / "runs" / cell.name)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The files of one run."""
+
+    path: Path
+
+    def read(self, name: str) -> dict[str, Any]:
+        """A JSON file of the folder; {} where it is not there. ValueError naming the file where it is damaged."""
+        path = self.path / f"{name}.json"
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except ValueError as error:
+            raise ValueError(f"{path}: damaged ({error}); delete the run's folder to run it again") from None
+
+    def write(self, name: str, content: Mapping[str, Any]) -> None:
+        """Writes a JSON file whole or not at all."""
+        write_atomic(self.path / f"{name}.json", json.dumps(content, indent=1, ensure_ascii=False))
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """``state``: "waiting", "running", "finished", "diverged" or "failed"; ``step`` of ``steps``."""
+        return {"state": "waiting", **self.read("status")}
+
+    @property
+    def state(self) -> str:
+        return self.status["state"]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One row a step with what was measured there, raw; absent values are left out."""
+        table = self.path / "metrics.parquet"
+        if table.is_file():
+            rows = read_parquet(table).to_pylist()
+            return [{key: value for key, value in row.items() if value is not None} for row in rows]
+        log = self.path / "metrics.jsonl"
+        return [json.loads(line) for line in _whole_lines(log)] if log.is_file() else []
+
+    def cut_metrics(self, step: int) -> None:
+        """Cuts the live log back to the rows before ``step``: where a resumed run continues."""
+        log = self.path / "metrics.jsonl"
+        rows = [line for line in _whole_lines(log) if json.loads(line)["step"] < step] if log.is_file() else []
+        write_atomic(log, "".join(line + "\n" for line in rows))
+
+    def finish_metrics(self) -> None:
+        """Turns the live log into Parquet."""
+        log = self.path / "metrics.jsonl"
+        if log.is_file():
+            write_rows(self.path / "metrics.parquet", self.metrics_from_log())
+            log.unlink()
+
+    def metrics_from_log(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in _whole_lines(self.path / "metrics.jsonl")]
+
+    def write_scores(self, scores: Sequence[ItemScore]) -> None:
+        """One row an item: task, item, value, weight."""
+        rows = [{"task": s.task, "item": s.item, "value": s.value, "weight": s.weight} for s in scores]
+        write_rows(self.path / "scores.parquet", rows)
+
+    def scores(self) -> dict[str, tuple[float, float]]:
+        """Item -> (value, weight)."""
+        path = self.path / "scores.parquet"
+        return {row["item"]: (row["value"], row["weight"]) for row in read_parquet(path).to_pylist()}
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """A Parquet file with every column that occurs in a row, whole or not at all."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = pa.table({column: [row.get(column) for row in rows] for column in columns})
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_atomic(path, sink.getvalue().to_pybytes())
+
+
+def read_parquet(path: Path) -> pa.Table:
+    """A whole Parquet file; ValueError naming it where it is damaged."""
+    try:
+        return pq.read_table(path)
+    except (pa.ArrowInvalid, OSError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise ValueError(f"{path}: not a whole Parquet file ({error})") from None
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """The lines that end with a line feed: a killed process may leave half of the last one."""
+    text = path.read_text(encoding="utf-8")
+    return [line for line in text.split("\n")[:-1] if line]
+
+
+class MetricsLog:
+    """Appends rows to metrics.jsonl, each flushed, so that a kill loses at most the row in hand."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()

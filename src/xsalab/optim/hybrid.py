@@ -1,0 +1,293 @@
+"""THE OPTIMIZER: which parameter belongs to which group, and Muon + AdamW in one step.
+
+    parameters                                       group             algorithm
+    matrices of the blocks, value gates included     matrix            Muon
+    output head                                      head              AdamW
+    token embedding                                  embedding         AdamW
+    value embeddings                                 value_embedding   AdamW
+    r, the factor on the residual stream             residual          AdamW
+    b, the factor on x⁰                              x0                AdamW
+    smear (its gate matrix too), backout             smear             AdamW
+    a variant's own parameters                       variant           AdamW, no decay
+
+Two dimensions do not make a matrix: embeddings and the head look the same and fail silently under Muon.
+``kind = "muon"`` puts plain Muon in Muon's place, ``"adamw"`` trains everything by AdamW.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config import config
+from .muon import NEWTON_SCHULZ, POLAR_EXPRESS, cautious_decay_, muon_update, plain_muon_update, rate_factor
+from .schedule import Schedule
+
+GROUPS = ("matrix", "head", "embedding", "value_embedding", "residual", "x0", "smear", "variant")
+KINDS = ("hybrid", "muon", "adamw")
+
+
+@config
+class OptimConfig:
+    """Rates as nanochat states them, for width 768 and batches of 524,288 tokens, before scaling.
+
+    ``scale_by_width``: head, embedding and value embedding times (width / 768)^−0.5. ``scale_by_batch``:
+    all but the smear group times √(batch / 524288), Muon's decay times that and D_ref / D.
+    """
+
+    kind: str = "hybrid"
+    lr_scale: float = 1.0  # on every rate, after all scaling
+    matrix_lr: float = 0.02
+    head_lr: float = 0.008
+    embedding_lr: float = 0.3
+    value_embedding_lr: float = 0.15
+    residual_lr: float = 0.005
+    x0_lr: float = 0.5
+    smear_lr: float = 0.2
+    variant_lr: float = 0.02
+    scale_by_width: bool = True
+    scale_by_batch: bool = True
+    reference_width: int = 768
+    reference_batch: int = 524_288
+
+    weight_decay: float = 0.28  # Muon's, cautious, scaled and scheduled
+    muon_beta2: float = 0.9
+    polar_express: tuple[tuple[float, float, float], ...] = tuple(POLAR_EXPRESS)
+
+    plain_muon_momentum: float = 0.95
+    plain_muon_weight_decay: float = 0.1
+    plain_muon_steps: int = 5
+    plain_muon_coefficients: tuple[float, float, float] = NEWTON_SCHULZ
+
+    adamw_lr: float = 1e-3  # kind = "adamw": one rate for everything, never scaled by width or batch
+    adamw_betas: tuple[float, float] = (0.9, 0.95)
+    adamw_weight_decay: float = 0.1  # of matrices and tables alone
+    adam_eps: float = 1e-10
+
+    schedule: str = "nanochat"
+    warmup_steps: int = 40
+    warmdown: float = 0.65
+    final_lr: float = 0.05
+    momentum_start: float = 0.85
+    momentum_peak: float = 0.97
+    momentum_end: float = 0.90
+    momentum_steps: int = 400
+    clip: float = 0.0  # global norm of the gradient; 0: no clipping
+
+    def __post_init__(self) -> None:
+        for name, legal in (("kind", KINDS), ("schedule", ("nanochat", "cosine"))):
+            if getattr(self, name) not in legal:
+                raise ValueError(f"{name} = {getattr(self, name)!r}: use one of {', '.join(legal)}")
+        for name, value in vars(self).items():
+            if (name.endswith("_lr") or name in ("lr_scale", "clip", "weight_decay")) and not 0 <= value < math.inf:
+                raise ValueError(f"{name} = {value}: must be a finite number of at least 0")
+        if not 0 < self.warmdown <= 1:
+            raise ValueError(f"warmdown = {self.warmdown}: a share of the steps, above 0 and at most 1")
+        if self.warmup_steps < 0 or self.momentum_steps < 0:
+            raise ValueError(f"warmup_steps = {self.warmup_steps}, momentum_steps = {self.momentum_steps}: at least 0")
+
+    def schedule_over(self, steps: int) -> Schedule:
+        """The schedule of a run of ``steps`` steps."""
+        return Schedule(
+            self.schedule, steps, self.warmup_steps, self.warmdown, self.final_lr,
+            self.momentum_start, self.momentum_peak, self.momentum_end, self.momentum_steps,
+        )  # fmt: skip
+
+
+# betas and weight decay of nanochat's AdamW groups
+ADAMW_GROUPS: dict[str, tuple[tuple[float, float], float]] = {
+    "head": ((0.8, 0.96), 0.01),
+    "embedding": ((0.8, 0.995), 0.001),
+    "value_embedding": ((0.8, 0.995), 0.01),
+    "residual": ((0.8, 0.95), 0.05),
+    "x0": ((0.96, 0.95), 0.0),
+    "smear": ((0.8, 0.95), 0.0),
+    "variant": ((0.8, 0.95), 0.0),
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the optimizer works with after scaling: a rate a group, and Muon's decay."""
+
+    lr: Mapping[str, float]
+    matrix_weight_decay: float
+
+
+def effective_rates(
+    config: OptimConfig, *, width: int, batch_tokens: int, scaling_parameters: int, reference_parameters: int
+) -> Rates:
+    """The rates after scaling by width and batch and ``lr_scale``.
+
+    scaling_parameters and reference_parameters are those of this model and of depth 12 at the same width
+    per layer, head size and vocabulary; D = 12 tokens for each, so D_ref / D is their ratio.
+    """
+    if config.kind == "adamw":
+        return Rates(dict.fromkeys(GROUPS, config.adamw_lr * config.lr_scale), config.adamw_weight_decay)
+    by_width = (width / config.reference_width) ** -0.5 if config.scale_by_width else 1.0
+    by_batch = math.sqrt(batch_tokens / config.reference_batch) if config.scale_by_batch else 1.0
+    lr = {}
+    for group in GROUPS:
+        rate = getattr(config, f"{group}_lr") * config.lr_scale
+        if group in ("head", "embedding", "value_embedding"):
+            rate *= by_width
+        lr[group] = rate if group == "smear" else rate * by_batch
+    if config.kind == "muon":
+        return Rates(lr, config.plain_muon_weight_decay)
+    to_reference = reference_parameters / scaling_parameters if config.scale_by_batch else 1.0
+    return Rates(lr, config.weight_decay * by_batch * to_reference)
+
+
+def assign_groups(model: nn.Module) -> dict[str, str]:
+    """Parameter name -> group, for every parameter exactly once.
+
+    Raises ValueError naming a parameter that no rule claims, or that is no matrix and would reach Muon.
+    """
+    groups: dict[str, str] = {}
+    for name, parameter in model.named_parameters():
+        if ".variant." in name:
+            group = "variant"
+        elif name.startswith("blocks."):
+            group = "matrix"
+        elif name.startswith("value_embeddings."):
+            group = "value_embedding"
+        elif name in ("smear_gate.weight", "smear", "backout"):
+            group = "smear"
+        elif name.removesuffix(".weight") in ("head", "embedding", "residual", "x0"):
+            group = name.removesuffix(".weight")
+        else:
+            raise ValueError(f"no group of the optimizer claims parameter {name} {tuple(parameter.shape)}")
+        if group == "matrix" and parameter.ndim != 2:
+            raise ValueError(f"parameter {name} {tuple(parameter.shape)} is not a matrix and cannot go to Muon")
+        groups[name] = group
+    return groups
+
+
+class Hybrid(torch.optim.Optimizer):
+    """Muon for the matrices and AdamW for the rest; a parameter without gradient does not move.
+
+    State lives by parameter: "momentum" and "variance" under Muon, "mean", "square" and "steps" under AdamW,
+    in float32 whatever the parameter's dtype.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimConfig, rates: Rates, dtype: torch.dtype = torch.float32) -> None:
+        assignment = assign_groups(model)
+        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.config, self.dtype = config, dtype
+        groups: list[dict[str, Any]] = []
+        for role in GROUPS:
+            members = [parameter for parameter, name in self.names.items() if assignment[name] == role]
+            if not members:
+                continue
+            muon = role == "matrix" and config.kind != "adamw"
+            betas, decay = ADAMW_GROUPS.get(role, ((0.0, 0.0), rates.matrix_weight_decay))
+            if config.kind == "adamw":
+                betas = config.adamw_betas
+                decay = config.adamw_weight_decay if role in ("matrix", "head", "embedding", "value_embedding") else 0.0
+            groups.append(
+                {
+                    "params": members, "role": role, "algorithm": config.kind if muon else "adamw",
+                    "base_lr": rates.lr[role], "lr": rates.lr[role], "betas": betas,
+                    "base_weight_decay": decay, "weight_decay": decay, "momentum": config.plain_muon_momentum,
+                }
+            )  # fmt: skip
+        super().__init__(groups, {})
+
+    def set_step(self, schedule: Schedule, step: int) -> None:
+        """Sets every group's rate, momentum and decay to those of ``step``."""
+        for group in self.param_groups:
+            group["lr"] = group["base_lr"] * schedule.lr(step)
+            if group["algorithm"] == "hybrid":
+                group["momentum"] = schedule.momentum(step)
+                group["weight_decay"] = group["base_weight_decay"] * schedule.weight_decay(step)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # pyright: ignore
+        """One update from the gradients that are there."""
+        for group in self.param_groups:
+            members = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["algorithm"] == "adamw":
+                for parameter in members:
+                    self._adamw(parameter, group)
+                continue
+            by_shape: dict[torch.Size, list[Tensor]] = {}
+            for parameter in members:
+                by_shape.setdefault(parameter.shape, []).append(parameter)
+            for stack in by_shape.values():
+                self._muon(stack, group)
+
+    def _muon(self, members: list[Tensor], group: dict[str, Any]) -> None:
+        rows, columns = members[0].shape
+        for parameter in members:
+            if not self.state[parameter]:
+                self.state[parameter]["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
+                if group["algorithm"] == "hybrid":
+                    shape = (rows, 1) if rows >= columns else (1, columns)
+                    self.state[parameter]["variance"] = torch.zeros(shape, device=parameter.device)
+
+        def stacked(key: str) -> Tensor:
+            return torch.stack([self.state[parameter][key] for parameter in members])
+
+        gradient = torch.stack([parameter.grad.float() for parameter in members])  # pyright: ignore
+        momentum = stacked("momentum")
+        if group["algorithm"] == "hybrid":
+            variance = stacked("variance")
+            update = muon_update(
+                gradient, momentum, variance, momentum=group["momentum"], beta2=self.config.muon_beta2,
+                coefficients=self.config.polar_express, dtype=self.dtype,
+            )  # fmt: skip
+        else:
+            variance = None
+            update = plain_muon_update(
+                gradient, momentum, momentum=group["momentum"], coefficients=self.config.plain_muon_coefficients,
+                steps=self.config.plain_muon_steps, dtype=self.dtype,
+            )  # fmt: skip
+        rate = group["lr"] * rate_factor(rows, columns)
+        for i, parameter in enumerate(members):
+            self.state[parameter]["momentum"].copy_(momentum[i])
+            if variance is not None:
+                self.state[parameter]["variance"].copy_(variance[i])
+                cautious_decay_(parameter, update[i], rate, group["weight_decay"])
+            else:  # as torch.optim.Muon: decay by the unscaled rate, before the update
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update[i], alpha=rate)
+
+    def _adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        if not state:
+            state["steps"] = 0
+            state["mean"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["square"] = torch.zeros_like(parameter, dtype=torch.float32)
+        state["steps"] += 1
+        gradient = parameter.grad.float()  # pyright: ignore
+        mean, square = state["mean"], state["square"]
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        scale = math.sqrt(1 - beta2 ** state["steps"])
+        denominator = (square.sqrt() / scale).add_(self.config.adam_eps)
+        # float32 throughout, rounded once when a bfloat16 table is written back
+        value = parameter.float().mul_(1 - group["lr"] * group["weight_decay"])
+        value.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1 ** state["steps"]))
+        parameter.copy_(value)
+
+    def named_state(self) -> dict[str, Tensor]:
+        """The whole state as tensors by "parameter name:key", for a checkpoint."""
+        return {
+            f"{self.names[parameter]}:{key}": torch.as_tensor(value)
+            for parameter, state in self.state.items()
+            for key, value in state.items()
+        }
+
+    def load_named_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Puts back what ``named_state`` gave. Raises ValueError for a parameter that is not here."""
+        parameters = {name: parameter for parameter, name in self.names.items()}
+        self.state.clear()
+        for label, tensor in tensors.items():
+            name, key = label.rsplit(":", 1)
+            if name not in parameters:
+                raise ValueError(f"optimizer state for {name!r}, which this model does not have")
+            self.state[parameters[name]][key] = int(tensor) if key == "steps" else tensor.clone()

@@ -1,0 +1,442 @@
+"""THE STATISTICS: the difference of two arms over paired seeds and shared documents, with its interval.
+
+    x[s,d] = μ + a[s] + b[d] + e[s,d]            Δ = mean of x over all s and d
+    var Δ  = σ²_a/S + σ²_b/D + σ²_e/(S·D)
+
+x[s,d] is treatment − baseline of seed s on document d, scaled so that its mean is the difference of the
+arms: for bits per byte (nats of the document) · D / (ln 2 · bytes of all documents). Every run sees the same
+documents, so seeds and documents are crossed: an interval over documents alone knows nothing of another
+seed, one over seeds alone knows nothing of another text. The three parts come from the mean squares of the
+two-way table,
+
+    σ²_e = MS_rest     σ²_a = max(0, MS_seeds − MS_rest)/D     σ²_b = max(0, MS_documents − MS_rest)/S
+
+which makes var Δ at least the variance of either one-way mean. Degrees of freedom are Satterthwaite's, never
+below S − 1; at 4 seeds or fewer the wider of this and the plain t interval over seeds is taken.
+
+Δ is a ratio, nats over bytes, and documents differ in length. So MS_documents is that of x[s,d] − Δ·D·bytes[d]/bytes:
+what a document adds beyond its length's share of Δ. The width of the interval then does not depend on Δ.
+
+No number here is ever NaN: what cannot be computed is None, and ``note`` says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special, stats  # pyright: ignore[reportMissingTypeStubs]
+
+_stats: Any = stats  # scipy comes without types
+Floats = NDArray[np.float64]
+
+FEW_SEEDS = 4  # up to here the two-way interval alone covers less than it says (0.92 of 0.95 at 3 seeds)
+LEAST_SEEDS = 3  # with fewer nothing is decided
+EXACT_FLIPS = 16  # seeds up to which all 2^S sign flips are counted
+_FLIPS = 99_999  # sign flips drawn beyond that
+_ROUNDING = 8 * float(np.finfo(np.float64).eps)
+
+
+@dataclass(frozen=True, eq=False)
+class PairTable:
+    """One metric of both arms at one point: row s of both is the pair of seed s, column d is item d.
+
+    ``baseline``, ``treatment`` (S, D) float64: a sum over the item (bpb: its nats; an accuracy: 0 or 1).
+    ``weights`` (D,) float64: what the sum is taken over (bpb: its bytes; an accuracy: 1), the same in all runs.
+    ``unit``: ln 2 for bpb, 1 otherwise. The metric of a run is sum of values / (unit · sum of weights).
+    ``item_word`` names the columns in words: "documents", "items".
+    Raises ValueError where shapes disagree, a number is not finite, a weight is not positive, there are no
+    items ("no bytes"), or a seed or item comes twice.
+    """
+
+    seeds: tuple[int, ...]
+    items: tuple[str, ...]
+    baseline: Floats
+    treatment: Floats
+    weights: Floats
+    metric: str
+    unit: float
+    item_word: str = "documents"
+
+    def __post_init__(self) -> None:
+        for name in ("seeds", "items"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("baseline", "treatment", "weights"):
+            array = np.array(getattr(self, name), dtype=np.float64)  # a copy, which nobody else can change
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+        if not self.seeds:
+            raise ValueError(f"{self.metric}: no seeds; a comparison needs at least one pair of runs")
+        if not self.items:
+            raise ValueError(f"{self.metric}: no bytes: there is no {self.item_word.removesuffix('s')} to score")
+        for name in ("seeds", "items"):
+            if twice := _repeated(getattr(self, name)):
+                raise ValueError(f"{self.metric}: {name} has {twice!r} twice; each pair and item counts once")
+        shapes = {"baseline": self._shape, "treatment": self._shape, "weights": self._shape[1:]}
+        for name, shape in shapes.items():
+            array: Floats = getattr(self, name)
+            if array.shape != shape:
+                raise ValueError(f"{self.metric}: {name} has shape {array.shape}; seeds and items ask for {shape}")
+            if not np.isfinite(array).all():
+                raise ValueError(f"{self.metric}: {name} is not finite; leave out the pair of a diverged run")
+        if (self.weights <= 0).any():
+            item = self.items[int(np.argmin(self.weights))]
+            raise ValueError(f"{self.metric}: item {item!r} has no bytes (weight {self.weights.min():g}); leave it out")
+        if not (math.isfinite(self.unit) and self.unit > 0):
+            raise ValueError(f"{self.metric}: unit = {self.unit}; use ln 2 for bits per byte, else 1")
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return len(self.seeds), len(self.items)
+
+    @property
+    def _scale(self) -> float:
+        """What makes the mean of values over items the metric of a run."""
+        return len(self.items) / (self.unit * float(self.weights.sum()))
+
+    @property
+    def x(self) -> Floats:
+        """(S, D): treatment − baseline in units of the metric; its mean is Δ."""
+        return (self.treatment - self.baseline) * self._scale
+
+    @property
+    def baseline_means(self) -> Floats:
+        """(S,): the metric of each baseline run."""
+        return self.baseline.mean(axis=1) * self._scale
+
+    @property
+    def treatment_means(self) -> Floats:
+        """(S,): the metric of each treatment run."""
+        return self.treatment.mean(axis=1) * self._scale
+
+    @property
+    def differences(self) -> Floats:
+        """(S,): the paired difference of each seed. All of them are shown; their mean is Δ."""
+        return self.x.mean(axis=1)
+
+    @property
+    def rounding(self) -> float:
+        """Differences of x below this are float64's rounding of the values, not spread."""
+        largest = max(float(np.abs(self.baseline).max()), float(np.abs(self.treatment).max()))
+        return _ROUNDING * largest * self._scale
+
+
+class Parts(NamedTuple):
+    """Shares of the variance of Δ, which add up to 1; all 0 where there is no spread."""
+
+    seeds: float
+    documents: float
+    rest: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Δ with its interval, in units of the metric.
+
+    low, high, standard_error, df: None only where one seed meets one item: then there is no spread to look at.
+    parts: shares of the two-way variance. document_error: the standard error from the choice of documents alone, which
+    no number of seeds lowers; 0 where it cannot be told from the rest.
+    p: two-sided, of Δ = 0; where two intervals are compared for width, the larger p of the two, so that p < 0.05
+    exactly when the 95 % interval excludes 0. Without spread p is 1 where both arms are equal, None ("not testable")
+    where they are not.
+    sd: standard deviation of the seeds' differences; None at one seed.
+    relative: Δ / mean of the baseline; None where that is 0.
+    decidable: False at 2 seeds or fewer, over documents alone, and where all seeds gave one and the same difference
+    other than 0: then the seeds are not in use.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    standard_error: float | None
+    df: float | None
+    p: float | None
+    n: int
+    items: int
+    confidence: float
+    method: str
+    parts: Parts
+    document_error: float
+    sd: float | None
+    relative: float | None
+    baseline_mean: float
+    treatment_mean: float
+    metric: str
+    item_word: str
+    decidable: bool
+    note: str = ""
+
+    @property
+    def half_width(self) -> float | None:
+        """What stands behind ±: half the width of the interval."""
+        return None if self.low is None or self.high is None else (self.high - self.low) / 2
+
+
+class _Spread(NamedTuple):
+    """One way to see the uncertainty of Δ: the three parts of its variance, df, and the words for it."""
+
+    variance: Parts
+    df: float
+    method: str
+
+    @property
+    def standard_error(self) -> float:
+        return math.sqrt(sum(self.variance))
+
+    def half_width(self, confidence: float) -> float:
+        return t_quantile((1 + confidence) / 2, self.df) * self.standard_error
+
+    def p(self, mean: float) -> float | None:
+        if self.standard_error == 0:
+            return 1.0 if mean == 0 else None
+        return 2.0 * float(special.stdtr(self.df, -abs(mean) / self.standard_error))
+
+
+def mean_difference(pairs: PairTable, *, confidence: float = 0.95) -> Estimate:
+    """Δ with the primary interval: two-way over seeds × documents, as the head of this file says.
+
+    One document: plain t over seeds. One seed: over documents only, and not decidable. One of both: no interval.
+    Raises ValueError for a confidence outside (0, 1).
+    """
+    seeds, documents = pairs.baseline.shape
+    if seeds == 1 and documents == 1:
+        return _estimate(pairs, [], confidence, decidable=False, note="not testable (n=1)")
+    if seeds == 1:
+        return document_interval(pairs, confidence=confidence)
+    if documents == 1:
+        return seed_interval(pairs, confidence=confidence)
+    candidates = [_two_way(pairs)]
+    if seeds <= FEW_SEEDS:
+        candidates.append(_over_seeds(pairs)._replace(method="t over seeds (wider)"))
+    return _estimate(pairs, candidates, confidence, decidable=seeds >= LEAST_SEEDS)
+
+
+def seed_interval(pairs: PairTable, *, confidence: float = 0.95) -> Estimate:
+    """Δ with the plain t interval over seeds: says nothing of another text. At least 2 seeds, or ValueError."""
+    if len(pairs.seeds) < 2:
+        raise ValueError(f"{pairs.metric}: an interval over seeds needs 2 of them, got {len(pairs.seeds)}")
+    return _estimate(pairs, [_over_seeds(pairs)], confidence, decidable=len(pairs.seeds) >= LEAST_SEEDS)
+
+
+def document_interval(pairs: PairTable, *, confidence: float = 0.95) -> Estimate:
+    """Δ with the t interval over documents: says nothing of another seed, so it is never decidable.
+
+    At least 2 documents, or ValueError.
+    """
+    if len(pairs.items) < 2:
+        raise ValueError(f"{pairs.metric}: an interval over {pairs.item_word} needs 2 of them, got {len(pairs.items)}")
+    return _estimate(pairs, [_over_documents(pairs)], confidence, decidable=False)
+
+
+def _beyond_length(pairs: PairTable) -> Floats:
+    """(S, D) x without each document's share, by length, of Δ; the mean over all is 0."""
+    x = pairs.x
+    return x - x.mean() * pairs.weights / pairs.weights.mean()
+
+
+def _two_way(pairs: PairTable) -> _Spread:
+    z = _beyond_length(pairs)
+    s, d = z.shape
+    by_seed, by_document = z.mean(axis=1, keepdims=True), z.mean(axis=0, keepdims=True)
+    ms_seeds = d * float((by_seed**2).sum()) / (s - 1)
+    ms_documents = s * float((by_document**2).sum()) / (d - 1)
+    ms_rest = float(((z - by_seed - by_document) ** 2).sum()) / ((s - 1) * (d - 1))
+    parts = Parts(max(0.0, ms_seeds - ms_rest), max(0.0, ms_documents - ms_rest), ms_rest)
+    variance = Parts(*(part / (s * d) for part in parts))
+    # The sum is a combination of the mean squares that are not truncated away: 1 each for the two outer ones,
+    # and −1, 0 or +1 for the rest. Satterthwaite: (sum)² / Σ (term² / its df).
+    kept = [(ms_seeds, s - 1)] * (parts.seeds > 0) + [(ms_documents, d - 1)] * (parts.documents > 0)
+    if len(kept) != 1:
+        kept.append((ms_rest, (s - 1) * (d - 1)))
+    total, below = sum(parts), sum(ms**2 / df for ms, df in kept)
+    df = max(total**2 / below, s - 1.0) if below > 0 else s - 1.0
+    return _Spread(variance, df, f"two-way t, seeds × {pairs.item_word}")
+
+
+def _over_seeds(pairs: PairTable) -> _Spread:
+    s = len(pairs.seeds)
+    method = "t over seeds" + (f" (one {pairs.item_word.removesuffix('s')})" if len(pairs.items) == 1 else "")
+    return _Spread(Parts(float(pairs.differences.var(ddof=1)) / s, 0.0, 0.0), s - 1.0, method)
+
+
+def _over_documents(pairs: PairTable) -> _Spread:
+    s, d = pairs.baseline.shape
+    variance = float((_beyond_length(pairs).mean(axis=0) ** 2).sum()) / (d - 1) / d
+    return _Spread(Parts(0.0, variance, 0.0), d - 1.0, f"t over {pairs.item_word} only ({_count(s, 'seed')})")
+
+
+def _estimate(
+    pairs: PairTable, spreads: Sequence[_Spread], confidence: float, *, decidable: bool, note: str = ""
+) -> Estimate:
+    """The estimate by the widest of ``spreads``; the parts of the variance are those of the first."""
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence = {confidence}: must lie between 0 and 1, for instance 0.95")
+    x = pairs.x
+    mean, baseline = float(x.mean()), float(pairs.baseline_means.mean())
+    sd = float(pairs.differences.std(ddof=1)) if len(x) > 1 else None
+    if len(x) > 1 and float(np.ptp(x, axis=0).max()) <= pairs.rounding:
+        sd, note = 0.0, "no spread: every seed gave the same difference"
+        decidable = decidable and float(np.abs(x).max()) <= pairs.rounding  # equal arms are equal
+    if spreads and float(np.abs(_beyond_length(pairs)).max()) <= pairs.rounding:
+        note = note or "no spread: all differences are equal"
+        spreads = [spread._replace(variance=Parts(0.0, 0.0, 0.0)) for spread in spreads]
+        mean = 0.0 if abs(mean) <= pairs.rounding else mean
+    widest = max(spreads, key=lambda spread: spread.half_width(confidence), default=None)
+    half = widest.half_width(confidence) if widest else None
+    variance = spreads[0].variance if spreads else Parts(0.0, 0.0, 0.0)
+    total = sum(variance)
+    every_p = [spread.p(mean) for spread in spreads]
+    return Estimate(
+        mean=mean,
+        low=None if half is None else mean - half,
+        high=None if half is None else mean + half,
+        standard_error=widest.standard_error if widest else None,
+        df=widest.df if widest else None,
+        p=max((p for p in every_p if p is not None), default=None),
+        n=len(pairs.seeds),
+        items=len(pairs.items),
+        confidence=confidence,
+        method=widest.method if widest else "no interval",
+        parts=Parts(*(part / total for part in variance)) if total else variance,
+        document_error=math.sqrt(variance.documents),
+        sd=sd,
+        relative=mean / baseline if baseline else None,
+        baseline_mean=baseline,
+        treatment_mean=float(pairs.treatment_means.mean()),
+        metric=pairs.metric,
+        item_word=pairs.item_word,
+        decidable=decidable,
+        note=note,
+    )
+
+
+@dataclass(frozen=True)
+class SignFlip:
+    """p of the sign-flip test over seeds, two-sided, and the smallest p that this number of seeds can reach."""
+
+    p: float
+    smallest: float
+
+
+def sign_flip(pairs: PairTable) -> SignFlip:
+    """Would the mean be as large if each pair's arms had been swapped by a coin? Exact up to 16 seeds.
+
+    It is printed beside the interval and decides nothing: at 4 seeds its smallest p is 0.125.
+    """
+    differences = pairs.differences
+    seeds = len(differences)
+    if seeds > EXACT_FLIPS:
+        drawn = _stats.permutation_test(
+            (differences,),
+            np.mean,
+            permutation_type="samples",
+            vectorized=True,
+            n_resamples=_FLIPS,
+            batch=1000,
+            random_state=np.random.default_rng(0),
+        )
+        return SignFlip(float(drawn.pvalue), 2 / (_FLIPS + 1))
+    signs = np.array(list(itertools.product((-1.0, 1.0), repeat=seeds)))
+    sums = np.abs(signs @ differences)
+    rounding = 1e-12 * float(np.abs(differences).sum())  # sums that are equal in exact arithmetic count as equal
+    return SignFlip(float((sums >= abs(differences.sum()) - rounding).mean()), min(1.0, 2 / 2**seeds))
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """How far partners moved together over seeds, and the share of the difference's variance that pairing saved."""
+
+    r: float
+    low: float
+    high: float
+    saved: float
+    saved_low: float
+    saved_high: float
+    n: int
+
+
+def correlation(pairs: PairTable, *, confidence: float = 0.95) -> Correlation | None:
+    """Correlation of partners' metrics over seeds with Fisher's interval.
+
+    None below 6 seeds, and where an arm has no spread.
+
+    saved = 1 − var(difference) / (var(baseline) + var(treatment)), negative where pairing made it worse; its
+    interval is that of r with the spreads of the arms taken as measured.
+    """
+    a, b = pairs.baseline_means, pairs.treatment_means
+    n = len(a)
+    sd_a, sd_b = float(a.std(ddof=1)) if n > 1 else 0.0, float(b.std(ddof=1)) if n > 1 else 0.0
+    if n < 6 or min(sd_a, sd_b) <= pairs.rounding:
+        return None
+    r = float(((a - a.mean()) * (b - b.mean())).sum()) / ((n - 1) * sd_a * sd_b)
+    z = math.atanh(min(max(r, -1 + 1e-15), 1 - 1e-15))
+    half = float(special.ndtri((1 + confidence) / 2)) / math.sqrt(n - 3)
+    low, high = math.tanh(z - half), math.tanh(z + half)
+    share = 2 * sd_a * sd_b / (sd_a**2 + sd_b**2)
+    return Correlation(r, low, high, share * r, share * low, share * high, n)
+
+
+@dataclass(frozen=True)
+class RatioEstimate:
+    """Median ratio over n quartets, with an interval between two order statistics.
+
+    It covers with probability ``coverage`` whatever the distribution; ``note`` says so where n is too small for the
+    confidence asked for.
+    """
+
+    median: float
+    low: float
+    high: float
+    n: int
+    coverage: float
+    note: str = ""
+
+
+def ratio_estimate(blocks_a: Sequence[float], blocks_b: Sequence[float], *, confidence: float = 0.95) -> RatioEstimate:
+    """How many times as long b takes as a, from blocks timed in turns A B B A, A B B A, …
+
+    blocks_a, blocks_b: seconds of the timed blocks of each, in the order of the clock: two of each a quartet, whose
+    ratio (b + b) / (a + a) is free of a steady drift. Raises ValueError for unequal or odd numbers of blocks and for
+    times that are not positive and finite.
+    """
+    a, b = np.asarray(blocks_a, dtype=np.float64), np.asarray(blocks_b, dtype=np.float64)
+    if a.ndim != 1 or a.shape != b.shape or not len(a) or len(a) % 2:
+        raise ValueError(f"blocks come as A B B A, two of each a quartet; got {a.shape} and {b.shape} of them")
+    if not (np.isfinite(a).all() and np.isfinite(b).all() and (a > 0).all() and (b > 0).all()):
+        raise ValueError("a block's time must be positive and finite")
+    ratios = np.sort(b.reshape(-1, 2).sum(axis=1) / a.reshape(-1, 2).sum(axis=1))
+    n = len(ratios)
+    # Ranks k and n + 1 − k leave out the median with probability 2·P(Binomial(n, ½) < k).
+    rank = max(1, int(_stats.binom.ppf((1 - confidence) / 2, n, 0.5)))
+    coverage = max(0.0, 1 - 2 * float(special.bdtr(rank - 1, n, 0.5)))
+    note = ""
+    if coverage < confidence:
+        note = f"{_count(n, 'quartet')}: too few for {confidence:.0%}; from least to greatest covers {coverage:.1%}"
+    return RatioEstimate(float(np.median(ratios)), float(ratios[rank - 1]), float(ratios[n - rank]), n, coverage, note)
+
+
+def clopper_pearson(k: int, n: int, *, confidence: float = 0.95) -> tuple[float, float]:
+    """The exact interval of a probability after k events in n trials. Raises ValueError unless 0 ≤ k ≤ n and n ≥ 1."""
+    if not (0 <= k <= n and n >= 1):
+        raise ValueError(f"{k} of {n} runs: the count must lie between 0 and a number of runs of at least 1")
+    interval = _stats.binomtest(k, n).proportion_ci(confidence, method="exact")
+    return float(interval.low), float(interval.high)
+
+
+def t_quantile(probability: float, df: float) -> float:
+    """Student's t below which ``probability`` lies."""
+    return float(special.stdtrit(df, probability))
+
+
+def _repeated(values: Sequence[Any]) -> Any:
+    seen: set[Any] = set()
+    return next((value for value in values if value in seen or seen.add(value)), None)
+
+
+def _count(n: int, word: str) -> str:
+    return f"{n} {word}" + ("" if n == 1 else "s")
