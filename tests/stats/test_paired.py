@@ -132,6 +132,26 @@ def test_two_way_agrees_with_an_analysis_of_variance_by_hand():
     assert turned.p == pytest.approx(2 * stats.t.sf(4 / math.sqrt(total / 12), df), rel=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("seed_size", "document_size", "df", "one_way"),
+    [(3, 0, 4, "seeds"), (0, 3, 5, "documents"), (0, 0, 20, "rest")],
+    ids=["documents-truncated", "seeds-truncated", "both-truncated"],
+)
+def test_a_negative_component_leaves_the_one_way_interval(seed_size, document_size, df, one_way):
+    """Where a part's mean square is below that of the rest, variance and df are those of the other part alone."""
+    rest = np.random.default_rng(12).normal(size=(5, 6))
+    rest -= rest.mean(0) + rest.mean(1, keepdims=True) - rest.mean()
+    x = 0.2 + rest + seed_size * np.linspace(-1, 1, 5)[:, None] + document_size * np.linspace(-1, 1, 6)
+    e = mean_difference(table(x))
+    oracle = {
+        "seeds": x.mean(1).std(ddof=1) / math.sqrt(5),
+        "documents": x.mean(0).std(ddof=1) / math.sqrt(6),
+        "rest": math.sqrt((rest**2).sum() / 20 / 30),
+    }
+    assert e.df == pytest.approx(df, rel=1e-9)
+    assert e.standard_error == pytest.approx(oracle[one_way], rel=1e-9)
+
+
 @pytest.mark.parametrize("confidence", [0.8, 0.9, 0.95, 0.99])
 def test_over_seeds_it_is_the_paired_t_test(confidence):
     rng = np.random.default_rng(1)

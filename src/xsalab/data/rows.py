@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from io import FileIO
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -608,26 +609,26 @@ class _writing:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def __enter__(self) -> BinaryIO:
-        self._file = self._path.open("wb")
+    def __enter__(self) -> FileIO:
+        self._file = self._path.open("wb", buffering=0)  # a buffer would hide the message by failing again on close
         return self._file
 
     def __exit__(self, *exception: object) -> None:
         with self._file as file:
             if exception[0] is None:
-                file.flush()
                 os.fsync(file.fileno())
 
 
-def _append(file: BinaryIO, values: np.ndarray) -> None:
+def _append(file: FileIO, values: np.ndarray) -> None:
     """Writes ``values``. Raises OSError with the bytes needed and free where the disk is full."""
+    rest = memoryview(values.tobytes())
     try:
-        file.write(values.tobytes())
-        file.flush()
+        while rest:  # an unbuffered file may take a part only
+            rest = rest[file.write(rest) :]
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        raise _disk_full(Path(file.name), values.nbytes) from None
+        raise _disk_full(Path(str(file.name)), values.nbytes) from None
 
 
 def _require_room(folder: Path, needed: int) -> None:

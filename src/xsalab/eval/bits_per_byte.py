@@ -95,7 +95,7 @@ def bits_per_byte(
             number, start, end, scored = windows[i]
             tokens = documents[number].tokens
             inputs[row, 0 if start else 1 : end - start] = tokens[max(start - 1, 0) : end - 1]
-            new = tokens[scored:end]
+            new = tokens[scored:end].astype(np.int64)  # stored tokens are unsigned and have no −1
             targets[row, scored - start : end - start] = np.where(sizes[new] > 0, new, MASKED)
         sums[chosen] = _row_nats(model, inputs, targets)[: len(chosen)]
     totals = [0.0] * len(documents)

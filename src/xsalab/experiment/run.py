@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.util
+import json
 import multiprocessing
 import os
 import queue
@@ -557,12 +558,27 @@ def _worker(inbox: Any, outbox: Any, index: int) -> None:
         outbox.put((task.cell, {"kind": "end", "state": state}))
 
 
-def begin_experiment(experiment: Experiment, out: Path) -> RunStore:
-    """Makes the experiment's folder and stores its TOML."""
+def begin_experiment(
+    experiment: Experiment, out: Path, progress: Callable[[str, float], None] | None = None
+) -> tuple[RunStore, list[Corpus]]:
+    """Makes the experiment's folder with its TOML, and prepares the corpora that its cells need."""
     store = RunStore.of(experiment, out)
     store.folder.mkdir(parents=True, exist_ok=True)
     write_atomic(store.folder / "experiment.toml", experiment.text)
-    return store
+    configs = [resolve(experiment, cell) for cell in expand(experiment)]
+    needed = {digest([dump(run.data), run.model.vocab_size]): run for run in configs}
+    corpora: list[Corpus] = []
+    packed: list[dict[str, Any]] = []
+    for run in needed.values():
+        corpus = prepare(run.data, run.model.vocab_size, out, progress)
+        contexts = sorted({c.model.context for c in configs if c.data == run.data})
+        rows = [corpus.rows(context) for context in contexts]
+        for c in configs:
+            batch_at(rows[contexts.index(c.model.context)], seed=0, step=0, batch_rows=c.train.batch_rows(c.model.context))
+        packed.append({"folder": corpus.folder.name, "manifest": corpus.manifest, "contexts": contexts})
+        corpora.append(corpus)
+    write_atomic(store.folder / "corpora.json", json.dumps(packed, indent=1, ensure_ascii=False))
+    return store, corpora
 
 
 def twin_agrees(experiment: Experiment, store: RunStore) -> bool | None:

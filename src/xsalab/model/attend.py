@@ -42,6 +42,12 @@ class KVCache:
         self.values: list[Tensor | None] = [None] * depth
         self.last_embedding: Tensor | None = None  # (b, 1, c), before smearing
 
+    def check_rows(self, rows: int) -> None:
+        """Raises ValueError where the cache holds another batch than one of ``rows``: copying would broadcast."""
+        held = next((store.shape[0] for store in self.keys if store is not None), rows)
+        if held != rows:
+            raise ValueError(f"the cache holds a batch of {held}, got {rows}")
+
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Appends (b, t, g, d) and returns everything so far, (b, length + t, g, d)."""
         end = self.length + k.shape[1]
@@ -51,8 +57,6 @@ class KVCache:
             if old is None or old.shape[1] < end:
                 grown = new.new_empty((new.shape[0], max(64, 2 * end), *new.shape[2:]))
                 if old is not None:
-                    if old.shape[0] != new.shape[0]:
-                        raise ValueError(f"the cache holds a batch of {old.shape[0]}, got {new.shape[0]}")
                     grown[:, : self.length] = old[:, : self.length]
                 old = store[layer] = grown
             old[:, self.length : end] = new

@@ -90,7 +90,10 @@ class GPT(nn.Module):
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """The last layer's output after its norm, (b, t, c): what the head multiplies."""
         config, eps = self.config, self.config.norm_eps
-        start = cache.length if cache is not None else 0
+        start = 0
+        if cache is not None:
+            cache.check_rows(tokens.shape[0])
+            start = cache.length
         if start + tokens.shape[1] > self.cos.shape[1]:
             self._tabulate(2 * (start + tokens.shape[1]))  # prompts longer than the context: the table grows
         cos, sin = (table[:, start : start + tokens.shape[1]] for table in (self.cos, self.sin))

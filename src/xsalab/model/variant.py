@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
@@ -81,12 +81,15 @@ class Standard(Variant):
 VARIANTS: dict[str, type[Variant]] = {"standard": Standard}
 
 
-def variant(name: str) -> Callable[[type[Variant]], type[Variant]]:
+V = TypeVar("V", bound=Variant)
+
+
+def variant(name: str) -> Callable[[type[V]], type[V]]:
     """Registers a class under ``name``: ``@variant("mine")`` above it is all that a new variant needs."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name):
         raise ValueError(f"variant name {name!r}: use lower-case letters, digits and hyphens")
 
-    def register(cls: type[Variant]) -> type[Variant]:
+    def register(cls: type[V]) -> type[V]:
         known = VARIANTS.get(name)
         if known is not None and known.__qualname__ != cls.__qualname__:
             raise ValueError(f"variant {name!r} is already taken by {known.__module__}.{known.__qualname__}")
@@ -113,7 +116,7 @@ def check_choice(choice: VariantChoice, config: ModelConfig) -> tuple[int, ...]:
         near = difflib.get_close_matches(choice.name, VARIANTS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"variant = {choice.name!r} is not known; {hint}known: {', '.join(sorted(VARIANTS))}")
-    known = [name for name in inspect.signature(VARIANTS[choice.name].__init__).parameters][2:]
+    known = list(inspect.signature(VARIANTS[choice.name].__init__).parameters)[2:]
     for option in choice.options:
         if option not in known:
             near = difflib.get_close_matches(option, [*known, "layers", "variant"], n=1)
@@ -161,7 +164,8 @@ def select_layers(text: str, config: ModelConfig) -> tuple[int, ...]:
     if re.fullmatch(r"-?\d*:-?\d*(:-?\d*)?", text):
         parts = [int(part) if part else None for part in text.split(":")]
         if any(part is not None and not -depth <= part <= depth for part in parts[:2]):
-            raise ValueError(f"layers = {text!r}: this model has {depth} layers; bounds from {-depth} to {depth} are valid")
+            valid = f"bounds from {-depth} to {depth} are valid"
+            raise ValueError(f"layers = {text!r}: this model has {depth} layers; {valid}")
         if len(parts) == 3 and (parts[2] is not None and parts[2] <= 0):
             raise ValueError(f"layers = {text!r}: the step must be positive, as in 0::2")
         chosen = tuple(every[slice(*parts)])
@@ -172,7 +176,8 @@ def select_layers(text: str, config: ModelConfig) -> tuple[int, ...]:
         chosen = tuple(int(part) for part in text.split(","))
         for layer in chosen:
             if layer >= depth:
-                raise ValueError(f"layers = {text!r}: layer {layer} is out of range; this model has layers 0 to {depth - 1}")
+                valid = f"this model has layers 0 to {depth - 1}"
+                raise ValueError(f"layers = {text!r}: layer {layer} is out of range; {valid}")
         if len(set(chosen)) < len(chosen):
             raise ValueError(f"layers = {text!r} names a layer twice")
         return tuple(sorted(chosen))

@@ -98,6 +98,8 @@ class _ExcludeSelf(torch.autograd.Function):
 class _Strength(nn.Module):
     """α of one layer: fixed, scheduled over the run, or learned per layer or per head."""
 
+    value: Tensor  # of a schedule: () in float32, so that a compiled step sees a tensor and no new number
+
     def __init__(self, alpha: Any, site: Site, allow_any: bool) -> None:
         super().__init__()
         self.fixed: float | None = None
@@ -107,7 +109,8 @@ class _Strength(nn.Module):
             self.fixed = _in_range("alpha", alpha, allow_any)
         elif isinstance(alpha, Sequence) and not isinstance(alpha, str):
             if len(alpha) != site.depth:
-                raise ValueError(f"alpha = {list(alpha)}: {len(alpha)} numbers for {site.depth} layers; give one a layer")
+                count = f"{len(alpha)} numbers for {site.depth} layers"
+                raise ValueError(f"alpha = {list(alpha)}: {count}; give one a layer")
             self.fixed = _in_range(f"alpha[{site.layer}]", alpha[site.layer], allow_any)
         elif isinstance(alpha, Mapping) and "learned" in alpha:
             self._learn(alpha, site)
@@ -122,21 +125,24 @@ class _Strength(nn.Module):
     def _learn(self, alpha: Mapping[str, Any], site: Site) -> None:
         _only(alpha, {"learned", "per", "start"})
         self.squash, per, start = alpha["learned"], alpha.get("per", "head"), alpha.get("start", 0.5)
-        low = {"sigmoid": 0.0, "tanh": -1.0}.get(self.squash)
-        if low is None:
+        low = -1.0 if self.squash == "tanh" else 0.0
+        if self.squash not in ("sigmoid", "tanh"):
             raise ValueError(f"alpha.learned = {self.squash!r}: use 'sigmoid', in (0, 1), or 'tanh', in (−1, 1)")
         if per not in ("head", "layer"):
             raise ValueError(f"alpha.per = {per!r}: use 'head' or 'layer'")
         if not (isinstance(start, (int, float)) and low < start < 1):
-            raise ValueError(f"alpha.start = {start!r}: it is α itself, strictly between {low:g} and 1 with {self.squash}")
+            between = f"strictly between {low:g} and 1 with {self.squash}"
+            raise ValueError(f"alpha.start = {start!r}: it is α itself, {between}")
         raw = math.atanh(start) if self.squash == "tanh" else math.log(start / (1 - start))
         self.raw = nn.Parameter(torch.full((site.heads if per == "head" else 1,), raw))
 
     def _schedule(self, alpha: Mapping[str, Any], allow_any: bool) -> None:
         _only(alpha, {"from", "to", "between"})
-        begin, end = alpha.get("between", (0.0, 1.0))
-        if not 0 <= begin < end <= 1:
-            raise ValueError(f"alpha.between = {[begin, end]}: two fractions of the run, 0 ≤ first < second ≤ 1")
+        match alpha.get("between", (0.0, 1.0)):
+            case [float() | int() as begin, float() | int() as end] if 0 <= begin < end <= 1:
+                pass
+            case other:
+                raise ValueError(f"alpha.between = {other!r}: two fractions of the run, 0 ≤ first < second ≤ 1")
         low, high = (_in_range(f"alpha.{key}", alpha[key], allow_any) for key in ("from", "to"))
         self.ramp = (low, high, begin, end)
         self.register_buffer("value", torch.tensor(float(low)))

@@ -1,0 +1,353 @@
+"""The verbs: data, check, run, status, report, train, sample. Each is a few lines that call one function.
+
+Exit codes: 0 done; 1 a check failed or a run diverged; 2 a mistake in what was asked; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+app = typer.Typer(
+    name="xsalab",
+    help="Does a change to attention help, by how much, how surely, and at what cost?",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    add_completion=False,
+)
+console = Console()
+notes = Console(stderr=True)
+
+File = Annotated[Path, typer.Argument(help="the experiment's TOML file", metavar="FILE.toml")]
+Out = Annotated[Path, typer.Option("--out", help="folder for corpora and experiments")]
+Sets = Annotated[list[str] | None, typer.Option("--set", help="section.field=value, over the file's; may repeat")]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON value for machines")]
+OUT = Path("out")
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one short message and exit code 2, never a traceback."""
+    warnings.showwarning = lambda message, *_, **__: notes.print(f"warning: {message}", markup=False, highlight=False)
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        if os.environ.get("XSALAB_TRACEBACK"):
+            raise
+        print(f"error: {_message(error)}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues where it stopped", file=sys.stderr)
+        sys.exit(130)
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def _load(path: Path, sets: list[str] | None, plugins: bool = True) -> Any:
+    """The experiment; with ``plugins`` its variants' files are imported after their paths and hashes are printed."""
+    import hashlib
+
+    from .config import read_toml
+    from .experiment.design import load_experiment
+    from .experiment.run import import_plugins, read_plugins
+
+    if plugins:
+        names = read_toml(path).get("plugins", [])
+        texts = read_plugins(path, names if isinstance(names, list) else [])
+        for name, text in texts:
+            notes.print(
+                f"plugin {path.parent / name}, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}", highlight=False
+            )
+        import_plugins(texts)
+    return load_experiment(path, sets or (), known_variants=plugins)
+
+
+@contextmanager
+def _bar(description: str, total: float) -> Iterator[Any]:
+    """A progress bar with an ETA on a terminal; yields a function (completed, description)."""
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        console=notes, transient=True, disable=not notes.is_terminal,
+    ) as progress:  # fmt: skip
+        task = progress.add_task(description, total=total)
+        yield lambda completed, text=None: progress.update(task, completed=completed, description=text or description)
+
+
+def _prepare(experiment: Any, out: Path) -> Any:
+    from .experiment.run import begin_experiment
+
+    with _bar("preparing the corpus", 1.0) as update:
+        store, corpora = begin_experiment(experiment, out, lambda stage, share: update(share, stage))
+    for corpus in corpora:
+        for line in corpus.notes:
+            notes.print(f"note: {line}", markup=False, highlight=False)
+    return store, corpora
+
+
+@app.command()
+def data(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -> None:
+    """Prepare the corpus: text, tokenizer, packed rows.
+
+    Example: xsalab data experiments/quick.toml
+    """
+    from .experiment.design import expand, resolve
+
+    experiment = _load(file, sets, plugins=False)
+    _, corpora = _prepare(experiment, out)
+    contexts = sorted({resolve(experiment, cell).model.context for cell in expand(experiment)})
+    content = [
+        {"folder": str(corpus.folder), **corpus.manifest, "rows": [corpus.rows(context).counts for context in contexts]}
+        for corpus in corpora
+    ]
+    if json_:
+        print(json.dumps(content, ensure_ascii=False))
+        return
+    for entry in content:
+        print(f"corpus {entry['folder']}")
+        for side in ("train", "validation"):
+            counts = entry[side]
+            print(f"  {side}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes")
+        print(f"  held out: {entry['validation_rule']}; documents on both sides: {entry['overlap']}")
+        print(f"  unigram entropy of the validation text: {entry['unigram_bits_per_byte']:.4f} bits per byte")
+        for rows in entry["rows"]:
+            print(f"  rows of {rows['context']} tokens: {rows['rows']:,}, waste {100 * rows['waste']:.3f} %")
+        if entry["skipped"]:
+            print("  skipped: " + ", ".join(f"{count} {reason}" for reason, count in entry["skipped"].items()))
+
+
+@app.command()
+def check(
+    file: Annotated[Path | None, typer.Argument(help="an experiment, to check its variants too", metavar="[FILE.toml]")] = None,
+    compiled: Annotated[bool, typer.Option("--compiled", help="torch.compile as well (about a minute)")] = False,
+    json_: Json = False,
+) -> None:
+    """Run the equivalence checks: α = 0, orthogonality, gradients, cache, causality, fast paths.
+
+    Example: xsalab check experiments/quick.toml
+    """
+    from .check import all_checks, experiment_choices
+    from .experiment.design import expand, resolve
+
+    extra = ()
+    if file is not None:
+        experiment = _load(file, None)
+        extra = experiment_choices([resolve(experiment, cell) for cell in expand(experiment)])
+    found = []
+    for result in all_checks(compiled, extra):
+        found.append(result)
+        if not json_:
+            print(result, flush=True)
+    failed = [result for result in found if not result.passed]
+    if json_:
+        print(json.dumps([{**vars(result), "passed": result.passed} for result in found], ensure_ascii=False))
+    else:
+        print(f"{len(found) - len(failed)} passed, {len(failed)} failed")
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def run(
+    file: File,
+    out: Out = OUT,
+    jobs: Annotated[int, typer.Option(help="runs side by side; 0: as many as the cores or GPUs hold")] = 0,
+    sets: Sets = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="metrics to TensorBoard as well")] = False,
+    wandb: Annotated[bool, typer.Option("--wandb", help="metrics to W&B as well, offline unless WANDB_MODE says other")] = False,
+    json_: Json = False,
+) -> None:
+    """Carry out an experiment: every arm and seed, controls, timing, statistics, report.
+
+    Continues what was interrupted, and adds what a longer file asks for (seeds, arms).
+
+    Example: xsalab run experiments/quick.toml
+    """
+    from .experiment.outcome import outcome
+    from .experiment.run import default_jobs, run_lock, run_tasks, tasks
+    from .experiment.timing import measure_costs, measured_costs
+    from .report import print_outcome, write_report
+
+    experiment = _load(file, sets)
+    store, _ = _prepare(experiment, out)
+    with run_lock(store.folder, "experiment"):
+        trackers = [name for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)) if wanted]
+        every = tasks(experiment, out, trackers)
+        pending = [task for task in every if store.run(task.cell).state not in ("finished", "diverged")]
+        jobs = jobs or default_jobs(max(task.config.train.threads for task in every), len(pending))
+        if pending:
+            notes.print(f"{len(pending)} of {len(every)} runs to do, {jobs} at a time", highlight=False)
+            with _run_progress(store, pending) as event:
+                run_tasks(pending, jobs, event)
+        for task in every:  # a finished run of another configuration is found here as well
+            if task not in pending:
+                run_tasks([task], 1, lambda cell, content: None)
+        if experiment.controls.timing and not measured_costs(experiment, store):
+            with _bar("timing the arms in turns", 1.0) as update:
+                measure_costs(experiment, store, out, lambda done, total: update(done / total))
+        result = outcome(experiment, store)
+        page = write_report(experiment, store)
+    if json_:
+        print(json.dumps({**result, "report": str(page)}, ensure_ascii=False))
+    else:
+        print_outcome(result, console)
+        print(f"report: {page}")
+    if any(entry["state"] == "diverged" for entry in result["runs"]):
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _run_progress(store: Any, pending: list[Any]) -> Iterator[Any]:
+    """One bar over all steps; a line for each run that ends."""
+    total = sum(task.config.train.steps for task in pending)
+    done = dict.fromkeys((task.cell for task in pending), 0)
+    with _bar("training", total) as update:
+
+        def event(cell: Any, content: dict[str, Any]) -> None:
+            if content["kind"] == "step":
+                done[cell] = content["step"]
+                update(sum(done.values()), f"training {cell.name}, loss {content['loss']:.3f}")
+            elif content["kind"] == "end":
+                status = store.run(cell).status
+                done[cell] = next(task.config.train.steps for task in pending if task.cell == cell)
+                seconds = status.get("seconds", {})
+                detail = status.get("message", "")
+                if "val_bpb" in status:
+                    detail = f"val bpb {status['val_bpb']:.4f}, {sum(seconds.values()):.0f} s"
+                notes.print(f"{cell.name}: {status['state']}, {detail}", markup=False, highlight=False)
+                update(sum(done.values()))
+
+        yield event
+
+
+@app.command()
+def train(
+    file: File,
+    arm: Annotated[str, typer.Option(help="the arm to train")],
+    seed: Annotated[int, typer.Option(help="one of the experiment's seeds")],
+    point: Annotated[str, typer.Option(help="the point; the first one where left out")] = "",
+    out: Out = OUT,
+    sets: Sets = None,
+    json_: Json = False,
+) -> None:
+    """Train one run of an experiment in the foreground, or continue it.
+
+    Example: xsalab train experiments/quick.toml --arm xsa --seed 0
+    """
+    from .experiment.run import run_tasks, tasks
+
+    experiment = _load(file, sets)
+    store, _ = _prepare(experiment, out)
+    point = point or experiment.points[0].name
+    every = tasks(experiment, out)
+    chosen = [task for task in every if (task.cell.point, task.cell.arm, task.cell.seed) == (point, arm, seed)]
+    if not chosen:
+        names = ", ".join(sorted({task.cell.arm for task in every}))
+        points = ", ".join(item.name for item in experiment.points)
+        raise ValueError(
+            f"--arm {arm} --seed {seed} --point {point}: no such run; arms: {names}; "
+            f"seeds: {list(experiment.seeds)}; points: {points}"
+        )
+    with _run_progress(store, chosen) as event:
+        states = run_tasks(chosen, 1, event)
+    folder = store.run(chosen[0].cell)
+    if json_:
+        print(json.dumps({"folder": str(folder.path), **folder.status}, ensure_ascii=False))
+    else:
+        print(folder.path)
+    if "diverged" in states.values():
+        raise typer.Exit(1)
+
+
+@app.command()
+def status(file: File, out: Out = OUT, json_: Json = False) -> None:
+    """Show how far every run of an experiment is. Runs no code of the experiment's plugins.
+
+    Example: xsalab status experiments/quick.toml --json
+    """
+    from .experiment.design import expand
+    from .experiment.store import RunStore
+
+    experiment = _load(file, None, plugins=False)
+    store = RunStore.of(experiment, out)
+    rows = [{"run": cell.name, **store.run(cell).status} for cell in expand(experiment)]
+    if json_:
+        print(json.dumps(rows, ensure_ascii=False))
+        return
+    table = Table(box=None)
+    for heading in ("run", "state", "step", "val bpb", ""):
+        table.add_column(heading)
+    for row in rows:
+        bpb = f"{row['val_bpb']:.4f}" if "val_bpb" in row else ""
+        table.add_row(row["run"], row["state"], f"{row.get('step', 0)}/{row.get('steps', '?')}", bpb, row.get("message", ""))
+    console.print(table)
+    states = [row["state"] for row in rows]
+    print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
+
+
+@app.command()
+def report(file: File, out: Out = OUT, json_: Json = False) -> None:
+    """Print the verdicts and write the page again from what is stored. Runs no code of the experiment's plugins.
+
+    Example: xsalab report experiments/quick.toml
+    """
+    from .experiment.outcome import outcome
+    from .experiment.store import RunStore
+    from .report import print_outcome, write_report
+
+    experiment = _load(file, None, plugins=False)
+    store = RunStore.of(experiment, out)
+    if not store.folder.is_dir():
+        raise ValueError(f"{store.folder}: nothing was run yet; begin with: xsalab run {file}")
+    result, page = outcome(experiment, store), write_report(experiment, store)
+    if json_:
+        print(json.dumps({**result, "report": str(page)}, ensure_ascii=False))
+    else:
+        print_outcome(result, console)
+        print(f"report: {page}")
+
+
+@app.command()
+def sample(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="a finished run's folder")],
+    prompt: Annotated[str, typer.Argument(help="text to continue")] = "",
+    tokens: Annotated[int, typer.Option(min=1, help="how many to add")] = 100,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token")] = 0.8,
+    top_k: Annotated[int, typer.Option(min=0, help="choose among the k likeliest; 0: among all")] = 50,
+    seed: Annotated[int, typer.Option(help="of the choice of tokens")] = 0,
+    json_: Json = False,
+) -> None:
+    """Continue a text with a trained model.
+
+    Example: xsalab sample out/experiments/quick/runs/base.xsa.s0 "def main(" --tokens 60
+    """
+    from .eval.generate import generate, stream_text
+    from .experiment.run import load_run
+
+    model, corpus, _ = load_run(folder, folder.resolve().parents[3])
+    tokenizer = corpus.tokenizer
+    start = [tokenizer.bos, *tokenizer.encode([prompt])[0]]
+    new = generate(model, start, tokens, temperature=temperature, top_k=top_k, seed=seed, stop=tokenizer.bos)
+    if json_:
+        ids = list(new)
+        print(json.dumps({"prompt": prompt, "tokens": ids, "text": tokenizer.decode(ids)}, ensure_ascii=False))
+        return
+    print(prompt, end="", flush=True)
+    for piece in stream_text(tokenizer.token_bytes[token] for token in new):
+        print(piece, end="", flush=True)
+    print()

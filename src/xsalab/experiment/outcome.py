@@ -1,0 +1,243 @@
+"""What an experiment says: the statistics of every contrast, controls, costs and conditions, as plain values.
+
+The terminal table, the report and summary.json print this and compute nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..config import dump
+from ..stats import (
+    Estimate,
+    PairTable,
+    SignFlip,
+    Verdict,
+    correlation,
+    decide,
+    document_interval,
+    holm,
+    mean_difference,
+    minimum_detectable,
+    sentence,
+    sign_flip,
+)
+from ..stats.paired import LEAST_SEEDS
+from .design import Arm, Cell, Experiment, contrasts, expand
+from .pairing import PairSet, pairs
+from .run import twin_agrees
+from .store import RunStore
+from .timing import measured_costs
+
+FORMAT = 1
+
+
+def describe_arm(arm: Arm) -> str:
+    """An arm in words: "xsa (alpha = 1, all layers)"."""
+    parts = [f"{'α' if name == 'alpha' else name} = {_plain(value)}" for name, value in arm.variant.options.items()]
+    if arm.variant.name != "standard":
+        parts.append(f"{arm.variant.layers} layers" if arm.variant.layers == "all" else f"layers {arm.variant.layers}")
+        if arm.variant.name != arm.name:
+            parts.insert(0, arm.variant.name)
+    parts += [f"{name} = {_plain(value)}" for name, value in arm.sets]
+    return f"{arm.name} ({', '.join(parts)})" if parts else arm.name
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def outcome(experiment: Experiment, store: RunStore) -> dict[str, Any]:
+    """Everything that is said of an experiment, JSON-ready. Works while runs are missing: it says how many.
+
+    Raises ValueError where two runs that stand as partners are no pair.
+    """
+    found = [pairs(experiment, store, contrast) for contrast in contrasts(experiment)]
+    estimates = [mean_difference(pair.table) if pair.table else None for pair in found]
+    adjusted = _holm(found, estimates)
+    rows = [_contrast(experiment, *entry) for entry in zip(found, estimates, adjusted, strict=True)]
+    costs = measured_costs(experiment, store)
+    cells = expand(experiment)
+    runs = [_run(store, cell) for cell in cells]
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "name": experiment.name,
+        "baseline": experiment.baseline,
+        "arms": {name: describe_arm(arm) for name, arm in experiment.arms.items()},
+        "points": [point.name for point in experiment.points],
+        "seeds": list(experiment.seeds),
+        "primary": dump(experiment.primary),
+        "complete": all(run["state"] in ("finished", "diverged") for run in runs),
+        "contrasts": rows,
+        "twin": twin_agrees(experiment, store) if "twin" in experiment.arms else None,
+        "costs": costs,
+        "runs": runs,
+        "stability": [_stability(store, contrast_arm, cells) for contrast_arm in experiment.arms if contrast_arm != "twin"],
+        "environments": _environments(store, cells),
+        "corpora": _corpora(store),
+        "toml": experiment.text,
+    }
+    content["headline"] = headline(content)
+    content["warnings"] = _warnings(content)
+    return content
+
+
+def _holm(found: Sequence[PairSet], estimates: Sequence[Estimate | None]) -> list[float | None]:
+    """Adjusted p of the declared family: every effect's contrast, the controls are outside."""
+    family = [
+        i for i, (pair, estimate) in enumerate(zip(found, estimates, strict=True))
+        if pair.contrast.kind == "effect" and estimate is not None and estimate.p is not None
+    ]  # fmt: skip
+    adjusted: list[float | None] = [None] * len(found)
+    if len(family) > 1:
+        for i, p in zip(family, holm([estimates[i].p for i in family]), strict=True):  # pyright: ignore
+            adjusted[i] = float(p)
+    return adjusted
+
+
+def _contrast(experiment: Experiment, pair: PairSet, estimate: Estimate | None, adjusted: float | None) -> dict[str, Any]:
+    contrast, table = pair.contrast, pair.table
+    row: dict[str, Any] = {
+        **vars(contrast),
+        "label": describe_arm(experiment.arms[contrast.treatment]),
+        "seeds": list(pair.seeds),
+        "unfinished": list(pair.unfinished),
+        "diverged_treatment": list(pair.diverged_treatment),
+        "diverged_baseline": list(pair.diverged_baseline),
+        "differs": {name: [repr(a), repr(b)] for name, (a, b) in pair.differs.items()},
+    }
+    lost = len(pair.diverged_treatment), len(pair.seeds) + len(pair.diverged_treatment)
+    verdict: Verdict | None = None
+    if estimate is not None and table is not None:
+        margin = experiment.primary.margin * estimate.baseline_mean
+        verdict = decide(
+            estimate, margin=margin, estimate90=mean_difference(table, confidence=0.90), adjusted_p=adjusted, diverged=lost
+        )
+        flip: SignFlip = sign_flip(table)
+        moved = correlation(table)
+        row |= {
+            "estimate": {**vars(estimate), "parts": estimate.parts._asdict(), "half_width": estimate.half_width},
+            "margin": margin,
+            "adjusted_p": adjusted,
+            "over_documents": _over_documents(table),
+            "sign_flip": vars(flip),
+            "correlation": vars(moved) if moved else None,
+            "differences": table.differences.tolist(),
+            "baseline_values": table.baseline_means.tolist(),
+            "treatment_values": table.treatment_means.tolist(),
+            "smallest_detectable": (
+                minimum_detectable(estimate.standard_error * estimate.n**0.5, estimate.n)
+                if estimate.n >= 2 and estimate.standard_error is not None
+                else None
+            ),
+        }
+    elif lost[0]:
+        verdict = decide(None, margin=1.0, estimate90=None, diverged=lost)
+    if verdict is not None:
+        row["verdict"] = {**vars(verdict), "text": str(verdict)}
+        row["sentence"] = sentence(row["label"], contrast.baseline, estimate, verdict, metric="bpb")
+    return row
+
+
+def _over_documents(table: PairTable) -> dict[str, float | None] | None:
+    """The interval over documents alone, shown as what it is where there are too few seeds to decide."""
+    if len(table.seeds) >= LEAST_SEEDS or len(table.items) < 2:
+        return None
+    estimate = document_interval(table)
+    return {"low": estimate.low, "high": estimate.high}
+
+
+def _run(store: RunStore, cell: Cell) -> dict[str, Any]:
+    status = store.run(cell).status
+    kept = ("state", "step", "steps", "val_bpb", "seconds", "message", "resumes")
+    return {**vars(cell), "name": cell.name, **{key: status[key] for key in kept if key in status}}
+
+
+def _stability(store: RunStore, arm: str, cells: Sequence[Cell]) -> dict[str, Any]:
+    """How an arm's runs behaved while training: finished, diverged, and spikes that came back."""
+    runs = [store.run(cell) for cell in cells if cell.arm == arm]
+    losses = [[row["loss"] for row in run.metrics() if "loss" in row] for run in runs]
+    states = [run.state for run in runs]
+    norms = [row["grad_norm"] for run in runs for row in run.metrics() if row.get("grad_norm") is not None]
+    return {
+        "arm": arm,
+        "runs": len(runs),
+        "finished": states.count("finished"),
+        "diverged": states.count("diverged"),
+        "spikes": sum(spikes(series) for series in losses),
+        "largest_grad_norm": max(norms, default=None),
+    }
+
+
+def _environments(store: RunStore, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """The distinct records of software and device, threads and kernels aside."""
+    found: dict[str, dict[str, Any]] = {}
+    for cell in cells:
+        record = dict(store.run(cell).read("fingerprint").get("environment", {}))
+        key = {name: value for name, value in record.items() if name not in ("threads", "kernel")}
+        if record:
+            found.setdefault(repr(sorted(key.items())), record)
+    return list(found.values())
+
+
+def _corpora(store: RunStore) -> list[dict[str, Any]]:
+    path = store.folder / "corpora.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+
+
+def headline(content: Mapping[str, Any]) -> list[str]:
+    """One sentence a point: the primary contrast with its verdict, its cost, and the null control beside it."""
+    lines = []
+    for point in content["points"]:
+        rows = [row for row in content["contrasts"] if row["point"] == point]
+        effects = [row for row in rows if row["kind"] == "effect"]
+        main = next((row for row in effects if row["primary"]), effects[0] if effects else None)
+        if main is None or "sentence" not in main:
+            continue
+        text = main["sentence"] if len(content["points"]) == 1 else f"{point}: {main['sentence']}"
+        for cost in content["costs"].get("costs", []):
+            if (cost["point"], cost["arm"]) == (point, main["treatment"]):
+                text += f"; step time × {cost['ratio']:.3f}"
+        null = next((row for row in rows if row["kind"] == "null" and "estimate" in row), None)
+        if null is not None and null["estimate"]["half_width"] is not None:
+            text += f"; null control {_signed(null['estimate']['mean'])} ± {null['estimate']['half_width']:.2g}"
+        lines.append(text)
+    return lines
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2g}".replace("-", "−")
+
+
+def _warnings(content: Mapping[str, Any]) -> list[str]:
+    """What a reader must know before believing the table."""
+    found = []
+    for row in content["contrasts"]:
+        verdict = row.get("verdict", {}).get("word")
+        if row["kind"] == "positive" and verdict is not None and verdict != "worse":
+            found.append(
+                f"{row['point']}: the positive control came out {verdict}, not worse: this experiment is too small "
+                "to find a change that is known to hurt, and its other verdicts say little"
+            )
+        if row["unfinished"]:
+            found.append(f"{row['point']}: {row['treatment']}: seeds {row['unfinished']} are not finished")
+        if row["diverged_baseline"]:
+            found.append(f"{row['point']}: the baseline {row['baseline']} diverged at seeds {row['diverged_baseline']}")
+    if content["twin"] is False:
+        found.append("the twin differs: one cell run twice does not agree to the bit, this machine is not deterministic")
+    if len(content["environments"]) > 1:
+        found.append("the runs were made on different machines or software: no claim is made about time")
+    if content["costs"].get("busy"):
+        found.append(f"step times were taken at a load of {content['costs']['load']:.1f} a core: the machine was busy")
+    return found
+
+
+def spikes(losses: Sequence[float], window: int = 16, rise: float = 0.5) -> int:
+    """Steps at which the loss stands ``rise`` nats above the median of the ``window`` steps before it."""
+    count = 0
+    for step in range(window, len(losses)):
+        before = sorted(losses[step - window : step])[window // 2]
+        count += losses[step] > before + rise
+    return count
