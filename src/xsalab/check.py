@@ -228,7 +228,9 @@ def fast_paths(dtype: torch.dtype) -> Iterator[Check]:
     weight = torch.randn(64, 32, generator=stream(7, "w"))
     targets = torch.randint(-1, 60, (90,), generator=stream(7, "t"))
     gap = _compare(
-        lambda x, w: head_module.token_nats(x, w, targets, 15.0, 60), lambda x, w: _plain_nats(x, w, targets, 60), (x, weight)
+        lambda x, w: head_module.token_nats(x, w, targets, 15.0, 60),
+        lambda x, w: _plain_nats(x, w, targets, 60),
+        (x, weight),
     )
     yield Check(f"head and loss in blocks, {_name(dtype)}", gap, tolerance, "against cross_entropy")
 
@@ -254,7 +256,8 @@ def _compare(fast: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: 
         out.backward(direction)
         results.append([out.detach(), *(leaf.grad for leaf in leaves)])
     return max(
-        _difference(a, b) / max(b.abs().max().item(), 1e-30) for a, b in zip(*results, strict=True)  # pyright: ignore
+        _difference(a, b) / max(b.abs().max().item(), 1e-30)
+        for a, b in zip(*results, strict=True)  # pyright: ignore
     )
 
 

@@ -122,7 +122,9 @@ def data(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -> 
         print(f"corpus {entry['folder']}")
         for side in ("train", "validation"):
             counts = entry[side]
-            print(f"  {side}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes")
+            print(
+                f"  {side}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes"
+            )
         print(f"  held out: {entry['validation_rule']}; documents on both sides: {entry['overlap']}")
         print(f"  unigram entropy of the validation text: {entry['unigram_bits_per_byte']:.4f} bits per byte")
         for rows in entry["rows"]:
@@ -133,7 +135,9 @@ def data(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -> 
 
 @app.command()
 def check(
-    file: Annotated[Path | None, typer.Argument(help="an experiment, to check its variants too", metavar="[FILE.toml]")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="an experiment, to check its variants too", metavar="[FILE.toml]")
+    ] = None,
     compiled: Annotated[bool, typer.Option("--compiled", help="torch.compile as well (about a minute)")] = False,
     json_: Json = False,
 ) -> None:
@@ -169,7 +173,7 @@ def run(
     jobs: Annotated[int, typer.Option(help="runs side by side; 0: as many as the cores or GPUs hold")] = 0,
     sets: Sets = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="metrics to TensorBoard as well")] = False,
-    wandb: Annotated[bool, typer.Option("--wandb", help="metrics to W&B as well, offline unless WANDB_MODE says other")] = False,
+    wandb: Annotated[bool, typer.Option("--wandb", help="metrics to W&B as well, offline by default")] = False,
     json_: Json = False,
 ) -> None:
     """Carry out an experiment: every arm and seed, controls, timing, statistics, report.
@@ -294,7 +298,9 @@ def status(file: File, out: Out = OUT, json_: Json = False) -> None:
         table.add_column(heading)
     for row in rows:
         bpb = f"{row['val_bpb']:.4f}" if "val_bpb" in row else ""
-        table.add_row(row["run"], row["state"], f"{row.get('step', 0)}/{row.get('steps', '?')}", bpb, row.get("message", ""))
+        table.add_row(
+            row["run"], row["state"], f"{row.get('step', 0)}/{row.get('steps', '?')}", bpb, row.get("message", "")
+        )
     console.print(table)
     states = [row["state"] for row in rows]
     print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))

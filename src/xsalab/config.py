@@ -13,7 +13,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, dataclass_transform, get_args, get_type_hints
+from typing import Any, TypeVar, cast, dataclass_transform, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -63,7 +63,7 @@ def set_dotted(tables: dict[str, Any], name: str, value: Any, where: str) -> Non
     *path, last = name.split(".")
     for part in path:
         tables = tables.setdefault(part, {})
-        if not isinstance(tables, dict):
+        if not isinstance(tables, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"{where} {name}: {part!r} is a value, not a section")
     tables[last] = value
 
@@ -108,7 +108,7 @@ def _fields_at(cls: Any, path: Sequence[str]) -> list[str]:
 
 def dump(value: Any) -> Any:
     """The dataclass as plain JSON values."""
-    return TypeAdapter(type(value)).dump_python(value, mode="json")
+    return TypeAdapter[Any](cast(Any, type(value))).dump_python(value, mode="json")
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -116,7 +116,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
     for key, value in values.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):
-            yield from flat(value, name + ".")
+            yield from flat(cast(Mapping[str, Any], value), name + ".")
         else:
             yield name, value
 

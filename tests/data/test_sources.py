@@ -40,6 +40,17 @@ def test_modules_are_split_without_loss_and_never_within_a_line() -> None:
     assert 2_500 <= median(sizes) <= 4_500
 
 
+def test_modules_are_cut_before_a_statement_that_follows_a_blank_line() -> None:
+    block = "import a\n" + "import b\n" * 100 + "def f(x):\n    y = 1\n\n    return x\n\n\n"
+    text = block * 12
+    parts = split_module(text)
+    assert "".join(parts) == text
+    assert len(parts) > 3
+    assert all(part.startswith("import a\n") for part in parts)
+    table = '    "entry": 1,\n' * 2_000  # no blank line anywhere: cut at some line
+    assert max(map(len, split_module(table))) < 10_100
+
+
 def test_stdlib_modules_are_whole_on_one_side() -> None:
     source = open_source(DataConfig())
     train, validation = ({file.name for file in side} for side in (source.train, source.validation))

@@ -124,18 +124,6 @@ def test_a_saved_tokenizer_comes_back_and_suits_hugging_face(tmp_path: Path) -> 
     assert theirs.get_vocab_size() == TRAINED.vocab_size
 
 
-@pytest.mark.slow
-def test_no_warning_after_a_fork() -> None:
-    """The library warns in a forked child if it used its own threads before."""
-    program = (
-        "import os; from xsalab.data import Tokenizer; t = Tokenizer.train(['some text to learn from'] * 20, 280)\n"
-        "t.encode(['text'] * 50)\nif os.fork() == 0: t.encode(['text'] * 50); os._exit(0)\nos.wait()"
-    )
-    environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
-    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, env=environment)
-    assert done.stderr == ""
-
-
 # Bad input
 
 

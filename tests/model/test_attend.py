@@ -61,7 +61,8 @@ def test_a_kernel_and_its_gradients_are_those_of_explicit(
         inputs = [
             draw(2, t, heads, size, seed=heads + i).requires_grad_() for i, heads in enumerate((4, groups, groups))
         ]
-        y = KERNELS[name](*inputs, window)
+        q, k, v = inputs
+        y = KERNELS[name](q, k, v, window)
         y.backward(draw(2, t, 4, size, seed=9))
         results.append((y.detach(), *(tensor.grad for tensor in inputs)))
     torch.testing.assert_close(results[0], results[1], atol=1e-12, rtol=0)

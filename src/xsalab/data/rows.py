@@ -217,8 +217,8 @@ def _build(
         "validation": source.documents("validation", skipped["validation"]),
     }
     counts = {
-        side: _write_side(_watch(documents, source, f"tokenising {side}", progress), tokenizer, folder, side, dtype)
-        for side, documents in sides.items()
+        side: _write_side(_watch(documents, files, f"tokenising {side}", progress), tokenizer, folder, side, dtype)
+        for (side, documents), files in zip(sides.items(), (source.train, source.validation), strict=True)
     }
     train, validation = (
         set(pq.read_table(folder / f"{side}.documents.parquet").column("sha256").to_pylist()) for side in SIDES
@@ -286,9 +286,11 @@ def _first_bytes(documents: Iterable[Document], limit: int) -> Iterator[str]:
         yield document.text
 
 
-def _watch(documents: Iterable[Document], source: Source, stage: str, progress: Progress) -> Iterator[Document]:
-    """Passes documents on and reports the share of the source read so far, in steps of about one per cent."""
-    sizes = {file.name: file.path.stat().st_size for file in source.files}
+def _watch(
+    documents: Iterable[Document], files: Sequence[SourceFile], stage: str, progress: Progress
+) -> Iterator[Document]:
+    """Passes documents on and reports the share of the files read so far, in steps of about one per cent."""
+    sizes = {file.name: file.path.stat().st_size for file in files}
     total = max(sum(sizes.values()), 1)
     name, before, inside, told = "", 0, 0, -1.0
     for document in documents:

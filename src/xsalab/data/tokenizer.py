@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as HFTokenizer
 
 from xsalab.config import digest
 
-# The library warns on every fork after it used its own threads; callers that want threads start their own.
+# The library's own threads make it warn on a later fork (older versions), and compete with those of rows.py.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 BOS, PAD = "<|bos|>", "<|pad|>"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ..config import build, config, dump, flat, read_toml, set_dotted
 from ..data import DataConfig
@@ -62,7 +62,7 @@ class Controls:
     """Which controls run beside the arms."""
 
     null: bool = True
-    positive: Mapping[str, Any] = field(default_factory=dict)  # dotted field -> value known to hurt
+    positive: Mapping[str, Any] = field(default_factory=dict[str, Any])  # dotted field -> value known to hurt
     twin: bool = True
     timing: bool = True
 
@@ -149,7 +149,7 @@ def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool =
     seeds = _seeds(tables.get("seeds", [0, 1, 2, 3]), path)
     arms = {key: _arm(key, value, path) for key, value in _table(tables, "arms", path).items()}
     if not arms:
-        raise ValueError(f"{path}: no arms; write at least [arms.standard] with variant = \"standard\"")
+        raise ValueError(f'{path}: no arms; write at least [arms.standard] with variant = "standard"')
     for control in CONTROLS:
         if control in arms:
             raise ValueError(f"{path}: arms.{control}: this name belongs to a control; choose another")
@@ -163,12 +163,12 @@ def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool =
     if len({point.name for point in points}) < len(points):
         raise ValueError(f"{path}: points: two have the same name")
     plugins = tables.get("plugins", [])
-    if not isinstance(plugins, list) or not all(isinstance(plugin, str) for plugin in plugins):
+    if not isinstance(plugins, list) or not all(isinstance(plugin, str) for plugin in cast(list[Any], plugins)):
         raise ValueError(f"{path}: plugins = {plugins!r}: a list of Python files")
     experiment = Experiment(
         name, seeds, baseline, primary, controls,
         {section: _table(tables, section, path) for section in SECTIONS},
-        points, arms, tuple(plugins), path, path.read_text(encoding="utf-8"),
+        points, arms, tuple(cast(list[str], plugins)), path, path.read_text(encoding="utf-8"),
     )  # fmt: skip
     contrasts(experiment)
     for cell in expand(experiment):
@@ -210,18 +210,19 @@ def check_name(name: Any, where: str) -> str:
 
 
 def _seeds(seeds: Any, path: Path) -> tuple[int, ...]:
-    if not isinstance(seeds, list) or not seeds or not all(type(seed) is int and seed >= 0 for seed in seeds):
+    given = cast(list[Any], seeds) if isinstance(seeds, list) else []
+    if not given or not all(type(seed) is int and seed >= 0 for seed in given):
         raise ValueError(f"{path}: seeds = {seeds!r}: a list of whole numbers from 0, such as [0, 1, 2, 3]")
-    if len(set(seeds)) < len(seeds):
+    if len(set(given)) < len(given):
         raise ValueError(f"{path}: seeds = {seeds!r}: a seed is there twice")
-    return tuple(seeds)
+    return tuple(given)
 
 
 def _table(tables: Mapping[str, Any], key: str, path: Path) -> dict[str, Any]:
     value = tables.get(key, {})
     if not isinstance(value, dict):
         raise ValueError(f"{path}: {key} = {value!r}: must be a table, [{key}]")
-    return value
+    return cast(dict[str, Any], value)
 
 
 def _arm(name: str, table: Any, path: Path) -> Arm:
@@ -231,18 +232,19 @@ def _arm(name: str, table: Any, path: Path) -> Arm:
         raise ValueError(f"{where} = {table!r}: must be a table, [arms.{name}]")
     sets: list[tuple[str, Any]] = []
     options: dict[str, Any] = {}
-    for key, value in table.items():
+    values = cast(dict[str, Any], table)
+    for key, value in values.items():
         if key in SECTIONS and isinstance(value, dict):
-            sets += flat(value, f"{key}.")
+            sets += flat(cast(dict[str, Any], value), f"{key}.")
         elif key.split(".")[0] in SECTIONS:
             sets.append((key, value))
         elif key not in ("variant", "layers"):
             options[key] = value
-    variant, layers = table.get("variant", "standard"), table.get("layers", "all")
+    variant, layers = values.get("variant", "standard"), values.get("layers", "all")
     if not isinstance(variant, str):
         raise ValueError(f"{where}.variant = {variant!r}: the name of a variant")
     if isinstance(layers, list):
-        layers = ",".join(str(layer) for layer in layers)
+        layers = ",".join(str(layer) for layer in cast(list[Any], layers))
     return Arm(name, VariantChoice(variant, str(layers), options), tuple(sets))
 
 
@@ -260,14 +262,15 @@ def _control_arms(controls: Controls, baseline: Arm) -> dict[str, Arm]:
 def _point(table: Any, path: Path) -> Point:
     if not isinstance(table, dict) or "name" not in table:
         raise ValueError(f"{path}: points: each [[points]] needs a name, and the fields that it sets")
-    name = check_name(table["name"], f"{path}: points.name")
+    values = cast(dict[str, Any], table)
+    name = check_name(values["name"], f"{path}: points.name")
     model = {item.name for item in dataclasses.fields(ModelConfig)}
     sets: list[tuple[str, Any]] = []
-    for key, value in table.items():
+    for key, value in values.items():
         if key == "name":
             continue
         if key in SECTIONS and isinstance(value, dict):
-            sets += flat(value, f"{key}.")
+            sets += flat(cast(dict[str, Any], value), f"{key}.")
         else:
             sets.append((f"model.{key}" if key in model or "." not in key else key, value))
     return Point(name, tuple(sets))
@@ -283,7 +286,9 @@ def resolve(experiment: Experiment, cell: Cell) -> RunConfig:
         if name.split(".")[0] not in SECTIONS:
             raise ValueError(f"{where}: {name}: no such section; sections: {', '.join(SECTIONS)}")
         set_dotted(tables, name, value, where)
-    built = {section: build(kind, tables[section], f"{where}: {section}") for section, kind in SECTIONS.items()}
+    built: dict[str, Any] = {
+        section: build(kind, tables[section], f"{where}: {section}") for section, kind in SECTIONS.items()
+    }
     return RunConfig(seed=cell.seed, variant=arm.variant, **built)
 
 

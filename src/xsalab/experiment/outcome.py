@@ -6,6 +6,8 @@ The terminal table, the report and summary.json print this and compute nothing.
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,11 +72,14 @@ def outcome(experiment: Experiment, store: RunStore) -> dict[str, Any]:
         "seeds": list(experiment.seeds),
         "primary": dump(experiment.primary),
         "complete": all(run["state"] in ("finished", "diverged") for run in runs),
+        "levels": _levels(runs),
         "contrasts": rows,
         "twin": twin_agrees(experiment, store) if "twin" in experiment.arms else None,
         "costs": costs,
         "runs": runs,
-        "stability": [_stability(store, contrast_arm, cells) for contrast_arm in experiment.arms if contrast_arm != "twin"],
+        "stability": [
+            _stability(store, contrast_arm, cells) for contrast_arm in experiment.arms if contrast_arm != "twin"
+        ],
         "environments": _environments(store, cells),
         "corpora": _corpora(store),
         "toml": experiment.text,
@@ -97,7 +102,9 @@ def _holm(found: Sequence[PairSet], estimates: Sequence[Estimate | None]) -> lis
     return adjusted
 
 
-def _contrast(experiment: Experiment, pair: PairSet, estimate: Estimate | None, adjusted: float | None) -> dict[str, Any]:
+def _contrast(
+    experiment: Experiment, pair: PairSet, estimate: Estimate | None, adjusted: float | None
+) -> dict[str, Any]:
     contrast, table = pair.contrast, pair.table
     row: dict[str, Any] = {
         **vars(contrast),
@@ -113,7 +120,11 @@ def _contrast(experiment: Experiment, pair: PairSet, estimate: Estimate | None, 
     if estimate is not None and table is not None:
         margin = experiment.primary.margin * estimate.baseline_mean
         verdict = decide(
-            estimate, margin=margin, estimate90=mean_difference(table, confidence=0.90), adjusted_p=adjusted, diverged=lost
+            estimate,
+            margin=margin,
+            estimate90=mean_difference(table, confidence=0.90),
+            adjusted_p=adjusted,
+            diverged=lost,
         )
         flip: SignFlip = sign_flip(table)
         moved = correlation(table)
@@ -155,12 +166,30 @@ def _run(store: RunStore, cell: Cell) -> dict[str, Any]:
     return {**vars(cell), "name": cell.name, **{key: status[key] for key in kept if key in status}}
 
 
+def _levels(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each arm at each point: the mean over its finished seeds, and their standard deviation."""
+    found: dict[tuple[str, str], list[float]] = {}
+    for run in runs:
+        if run["state"] == "finished":
+            found.setdefault((run["point"], run["arm"]), []).append(run["val_bpb"])
+    return [
+        {
+            "point": point,
+            "arm": arm,
+            "n": len(values),
+            "mean": statistics.fmean(values),
+            "sd": statistics.stdev(values) if len(values) > 1 else None,
+        }
+        for (point, arm), values in found.items()
+    ]
+
+
 def _stability(store: RunStore, arm: str, cells: Sequence[Cell]) -> dict[str, Any]:
     """How an arm's runs behaved while training: finished, diverged, and spikes that came back."""
     runs = [store.run(cell) for cell in cells if cell.arm == arm]
-    losses = [[row["loss"] for row in run.metrics() if "loss" in row] for run in runs]
+    losses = [[row["loss"] for row in run.metrics() if _finite(row.get("loss"))] for run in runs]
     states = [run.state for run in runs]
-    norms = [row["grad_norm"] for run in runs for row in run.metrics() if row.get("grad_norm") is not None]
+    norms = [row["grad_norm"] for run in runs for row in run.metrics() if _finite(row.get("grad_norm"))]
     return {
         "arm": arm,
         "runs": len(runs),
@@ -169,6 +198,10 @@ def _stability(store: RunStore, arm: str, cells: Sequence[Cell]) -> dict[str, An
         "spikes": sum(spikes(series) for series in losses),
         "largest_grad_norm": max(norms, default=None),
     }
+
+
+def _finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def _environments(store: RunStore, cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -183,8 +216,13 @@ def _environments(store: RunStore, cells: Sequence[Cell]) -> list[dict[str, Any]
 
 
 def _corpora(store: RunStore) -> list[dict[str, Any]]:
+    """What ``begin_experiment`` stored, with the packing of each context where the packed rows are still there."""
     path = store.folder / "corpora.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    for corpus in found:
+        rows = [store.folder.parents[1] / "corpora" / corpus["folder"] / f"rows-{n}.json" for n in corpus["contexts"]]
+        corpus["packing"] = [json.loads(file.read_text(encoding="utf-8")) for file in rows if file.is_file()]
+    return found
 
 
 def headline(content: Mapping[str, Any]) -> list[str]:
@@ -202,13 +240,17 @@ def headline(content: Mapping[str, Any]) -> list[str]:
                 text += f"; step time × {cost['ratio']:.3f}"
         null = next((row for row in rows if row["kind"] == "null" and "estimate" in row), None)
         if null is not None and null["estimate"]["half_width"] is not None:
-            text += f"; null control {_signed(null['estimate']['mean'])} ± {null['estimate']['half_width']:.2g}"
+            text += f"; null control {plus_minus(null['estimate']['mean'], null['estimate']['half_width'])}"
         lines.append(text)
     return lines
 
 
-def _signed(value: float) -> str:
-    return f"{value:+.2g}".replace("-", "−")
+def plus_minus(mean: float, half_width: float | None) -> str:
+    """ "−0.0031 ± 0.0012": the half width's two significant digits decide the digits of the mean, with a true minus."""
+    if not half_width:
+        return f"{mean:+.4g}".replace("-", "−") + ("" if half_width is None else " ± 0")
+    places = max(0, 1 - int(f"{half_width:.1e}".partition("e")[2]))
+    return f"{mean:+.{places}f} ± {half_width:.{places}f}".replace("-", "−")
 
 
 def _warnings(content: Mapping[str, Any]) -> list[str]:
@@ -226,7 +268,9 @@ def _warnings(content: Mapping[str, Any]) -> list[str]:
         if row["diverged_baseline"]:
             found.append(f"{row['point']}: the baseline {row['baseline']} diverged at seeds {row['diverged_baseline']}")
     if content["twin"] is False:
-        found.append("the twin differs: one cell run twice does not agree to the bit, this machine is not deterministic")
+        found.append(
+            "the twin differs: one cell run twice does not agree to the bit, this machine is not deterministic"
+        )
     if len(content["environments"]) > 1:
         found.append("the runs were made on different machines or software: no claim is made about time")
     if content["costs"].get("busy"):

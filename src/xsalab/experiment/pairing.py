@@ -103,7 +103,13 @@ def pairs(experiment: Experiment, store: RunStore, contrast: Contrast) -> PairSe
         rows.append((treatment.scores(), baseline.scores()))
     table = _table(contrast, seeds, rows) if rows else None
     return PairSet(
-        contrast, table, tuple(seeds), tuple(lost["unfinished"]), tuple(lost["treatment"]), tuple(lost["baseline"]), differs
+        contrast,
+        table,
+        tuple(seeds),
+        tuple(lost["unfinished"]),
+        tuple(lost["treatment"]),
+        tuple(lost["baseline"]),
+        differs,
     )
 
 
@@ -121,10 +127,11 @@ def check_pair(treatment: RunFolder, baseline: RunFolder, factors: Sequence[str]
 def _table(contrast: Contrast, seeds: Sequence[int], rows: Sequence[Any]) -> PairTable:
     items = list(rows[0][0])
     weights = np.array([rows[0][0][item][1] for item in items])
+    expected = {item: rows[0][0][item][1] for item in items}
     for seed, sides in zip(seeds, rows, strict=True):
-        for side in sides:
-            if side.keys() != set(items) or any(side[item][1] != w for item, w in zip(items, weights, strict=True)):
-                raise ValueError(f"{contrast.treatment} and {contrast.baseline}, seed {seed}: scored on other documents")
+        for arm, side in zip((contrast.treatment, contrast.baseline), sides, strict=True):
+            if {item: weight for item, (_, weight) in side.items()} != expected:
+                raise ValueError(f"{arm}, seed {seed}: scored on other documents than the rest of its contrast")
     values = [np.array([[side[item][0] for item in items] for side in column]) for column in zip(*rows, strict=True)]
     return PairTable(
         seeds=tuple(seeds), items=tuple(items), treatment=values[0], baseline=values[1],

@@ -209,7 +209,9 @@ def check_layers(choice: VariantChoice, model: ModelConfig) -> tuple[int, ...]:
 # ----------------------------------------------------------------------------------------- fingerprint
 
 
-def fingerprint(config: RunConfig, state: TrainState, corpus: Corpus, plugins: Sequence[tuple[str, str]]) -> dict[str, Any]:
+def fingerprint(
+    config: RunConfig, state: TrainState, corpus: Corpus, plugins: Sequence[tuple[str, str]]
+) -> dict[str, Any]:
     """What a partner must agree with, taken before the first step."""
     rows, steps = corpus.rows(config.model.context), config.train.steps
     batch_of = batches(config, rows)
@@ -436,7 +438,9 @@ def load_run(folder: Path, home: Path) -> tuple[GPT, Corpus, RunConfig]:
     run = RunFolder(folder)
     stored = run.read("config")
     if not stored:
-        raise ValueError(f"{folder}: no run here (config.json is missing); give a folder under out/experiments/NAME/runs")
+        raise ValueError(
+            f"{folder}: no run here (config.json is missing); give a folder under out/experiments/NAME/runs"
+        )
     import_plugins(tuple(stored["plugins"].items()))
     config = build(RunConfig, stored["config"], str(folder / "config.json"))
     weights = folder / "model.safetensors"
@@ -464,9 +468,7 @@ def tasks(experiment: Experiment, out: Path, trackers: Sequence[str] = ()) -> li
             if other != cell and (other.point, other.seed) == (cell.point, cell.seed)
         )
         found.append(
-            RunTask(
-                cell, resolve(experiment, cell), store.run(cell).path, out, plugins, partners, tuple(trackers)
-            )
+            RunTask(cell, resolve(experiment, cell), store.run(cell).path, out, plugins, partners, tuple(trackers))
         )
     return found
 
@@ -571,10 +573,12 @@ def begin_experiment(
     packed: list[dict[str, Any]] = []
     for run in needed.values():
         corpus = prepare(run.data, run.model.vocab_size, out, progress)
-        contexts = sorted({c.model.context for c in configs if c.data == run.data})
-        rows = [corpus.rows(context) for context in contexts]
-        for c in configs:
-            batch_at(rows[contexts.index(c.model.context)], seed=0, step=0, batch_rows=c.train.batch_rows(c.model.context))
+        users = [c for c in configs if (c.data, c.model.vocab_size) == (run.data, run.model.vocab_size)]
+        contexts = sorted({c.model.context for c in users})
+        rows = {context: corpus.rows(context) for context in contexts}
+        for c in users:  # whether there are rows enough for a batch is known now, not when the run starts
+            context = c.model.context
+            batch_at(rows[context], seed=0, step=0, batch_rows=c.train.batch_rows(context))
         packed.append({"folder": corpus.folder.name, "manifest": corpus.manifest, "contexts": contexts})
         corpora.append(corpus)
     write_atomic(store.folder / "corpora.json", json.dumps(packed, indent=1, ensure_ascii=False))

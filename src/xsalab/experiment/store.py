@@ -1,12 +1,12 @@
 """One folder a run: configuration, fingerprint, status, metrics, scores, weights. Rows, never only means.
 
-    config.json        the resolved configuration
-    fingerprint.json   shared start, batches, corpus, software, device: what a partner must agree with
-    status.json        running, finished, diverged or failed, and how far
-    metrics.jsonl      one row a step while the run lives; metrics.parquet when it has ended
-    scores.parquet     one row a validation document: nats and bytes
-    model.safetensors  the weights after the last step
-    checkpoints/       while the run lives; what a diverged run leaves for inspection
+config.json        the resolved configuration
+fingerprint.json   shared start, batches, corpus, software, device: what a partner must agree with
+status.json        running, finished, diverged or failed, and how far
+metrics.jsonl      one row a step while the run lives; metrics.parquet when it has ended
+scores.parquet     one row a validation document: nats and bytes
+model.safetensors  the weights after the last step
+checkpoints/       while the run lives; what a diverged run leaves for inspection
 """
 
 from __future__ import annotations

@@ -49,7 +49,9 @@ def measured_costs(experiment: Experiment, store: RunStore) -> dict[str, Any]:
 
 def _key(experiment: Experiment) -> str:
     arms = [arm for arm in experiment.arms if arm not in CONTROLS]
-    runs = [resolve(experiment, Cell(point.name, arm, experiment.seeds[0])) for point in experiment.points for arm in arms]
+    runs = [
+        resolve(experiment, Cell(point.name, arm, experiment.seeds[0])) for point in experiment.points for arm in arms
+    ]
     return digest([dump(run) for run in runs])
 
 

@@ -24,9 +24,7 @@ class Attention(nn.Module):
         self.w_o = Linear(heads * size, config.width)
         self.value_gate = Linear(config.value_gate_channels, groups) if config.has_value_embedding(layer) else None
 
-    def forward(
-        self, x: Tensor, value_embedding: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend
-    ) -> Tensor:
+    def forward(self, x: Tensor, value_embedding: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x (b, t, c) is the normalised input, value_embedding (b, t, g·d) this layer's rows for the tokens."""
         config, size = self.config, self.config.head_size
         q, k, v_projected = (w(x).unflatten(-1, (-1, size)) for w in (self.w_q, self.w_k, self.w_v))

@@ -40,4 +40,6 @@ def check_causality(config: ModelConfig, choice: VariantChoice) -> None:
                     "logits before it. It is refused; use what attend returns and positions up to the query's own"
                 )
             if not torch.equal(before[1], after[1]):
-                raise ValueError(f"variant {choice.name!r} mixes the rows of a batch: one row's token changes another's")
+                raise ValueError(
+                    f"variant {choice.name!r} mixes the rows of a batch: one row's token changes another's"
+                )

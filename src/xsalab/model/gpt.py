@@ -27,7 +27,9 @@ class Block(nn.Module):
         self.attention = Attention(config, layer, build_variant(choice, config, layer))
         self.mlp = MLP(config.width, config.mlp_ratio * config.width)
 
-    def forward(self, x: Tensor, value_embedding: Tensor | None, cos: Tensor, sin: Tensor, attend: LayerAttend) -> Tensor:
+    def forward(
+        self, x: Tensor, value_embedding: Tensor | None, cos: Tensor, sin: Tensor, attend: LayerAttend
+    ) -> Tensor:
         x = x + self.attention(rms_norm(x, self.eps), value_embedding, cos, sin, attend)
         return x + self.mlp(rms_norm(x, self.eps))
 

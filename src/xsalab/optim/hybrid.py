@@ -277,7 +277,7 @@ class Hybrid(torch.optim.Optimizer):
     def named_state(self) -> dict[str, Tensor]:
         """The whole state as tensors by "parameter name:key", for a checkpoint."""
         return {
-            f"{self.names[parameter]}:{key}": torch.as_tensor(value)
+            f"{self.names[parameter]}:{key}": torch.as_tensor(value)  # pyright: ignore[reportArgumentType]
             for parameter, state in self.state.items()
             for key, value in state.items()
         }

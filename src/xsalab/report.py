@@ -1,0 +1,305 @@
+"""THE REPORT: one page, one table for the terminal, and summary.json. It prints what ``outcome`` says.
+
+No statistics here, and no script in the page: figures are inline SVG, a content policy forbids everything but the
+page's own style, and every text from outside (names, TOML, messages) goes through jinja2's escaping.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from . import __version__, figures
+from .config import dump, flat
+from .experiment.design import Cell, Experiment, resolve
+from .experiment.outcome import outcome, plus_minus
+from .experiment.store import RunStore
+from .experiment.timing import CONTROL
+from .train.checkpoint import write_atomic
+
+NAMES = {
+    "null": "null control",
+    "positive": "positive control",
+    "twin": "twin",
+    CONTROL: "timing control",
+}
+READINGS = {
+    "better": "Trained the same way on the same text, {arm} predicts unseen text better than {base}: it needs fewer bits "
+    "for each byte, and the 95 % interval of the difference lies wholly below zero.",
+    "worse": "Trained the same way on the same text, {arm} predicts unseen text worse than {base}: it needs more bits "
+    "for each byte, and the 95 % interval of the difference lies wholly above zero.",
+    "equivalent": "Whatever the difference between {arm} and {base} is, it is smaller than the margin of {margin} that "
+    "was declared before the runs as too small to matter: the 90 % interval lies inside it.",
+    "inconclusive": "These runs do not say whether {arm} is better or worse than {base}. The interval holds zero and "
+    "reaches beyond the margin of {margin}. That is not the same as “no difference”: the experiment is too small to see.",
+    "not decidable": "Nothing can be said about {arm} against {base}: {reason}. The numbers below are what was "
+    "measured, not evidence.",
+    "diverged": "At least one run of {arm} broke down while training: its loss or gradient stopped being a finite "
+    "number. A mean over the other runs would flatter it, so there is no verdict on its quality: {reason}.",
+}
+BELOW_MARGIN = (
+    " The difference is real, but smaller than the margin of {margin} that was declared before the runs as "
+    "too small to matter."
+)
+
+
+def write_report(experiment: Experiment, store: RunStore) -> Path:
+    """Writes report.html, summary.json and intervals.svg into the experiment's folder, each whole or not at all.
+
+    Works while runs are missing. With several points there is one intervals-POINT.svg for each.
+    Raises ValueError where two runs that stand as partners are no pair.
+    """
+    content = outcome(experiment, store)
+    colours = figures.Colours.of(content["baseline"], content["arms"])
+    for point in content["points"]:
+        rows = [row for row in content["contrasts"] if row["point"] == point]
+        name = "intervals.svg" if len(content["points"]) == 1 else f"intervals-{point}.svg"
+        if rows:
+            write_atomic(store.folder / name, figures.interval_svg(rows, colours))
+    write_atomic(store.folder / "summary.json", json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
+    settings = dict(flat(dump(resolve(experiment, Cell(content["points"][0], content["baseline"], experiment.seeds[0])))))
+    page = render(content, losses(experiment, store), settings, experiment.path.name)
+    path = store.folder / "report.html"
+    write_atomic(path, page)
+    return path
+
+
+Losses = Mapping[tuple[str, str], Sequence[figures.Curve]]
+
+
+def losses(experiment: Experiment, store: RunStore) -> Losses:
+    """(point, arm) -> one curve of raw training losses a seed that has any. A diverged run's ends before it broke."""
+    found: dict[tuple[str, str], list[figures.Curve]] = {}
+    for point in experiment.points:
+        for arm in experiment.arms:
+            for seed in experiment.seeds:
+                rows = store.run(Cell(point.name, arm, seed)).metrics()
+                rows = [row for row in rows if row.get("loss") is not None and math.isfinite(row["loss"])]
+                if rows:
+                    curve = figures.Curve(arm, seed, [row["step"] for row in rows], [row["loss"] for row in rows])
+                    found.setdefault((point.name, arm), []).append(curve)
+    return found
+
+
+def render(content: Mapping[str, Any], curves: Losses, settings: Mapping[str, Any], file: str) -> str:
+    """The page as HTML text. settings: the baseline's resolved configuration by dotted name. file: the TOML's name."""
+    environment = Environment(
+        loader=PackageLoader("xsalab", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {
+        "bpb": bpb, "plus_minus": plus_minus, "percent": percent, "number": figures.plain_number, "ratio": ratio,
+        "bytes": byte_count, "clock": clock, "p": p_value, "setting": setting, "count": lambda value: f"{value:,}",
+    }  # fmt: skip
+    colours = figures.Colours.of(content["baseline"], content["arms"])
+    beta = figures.choose_beta(max((curve.steps[-1] + 1 for group in curves.values() for curve in group), default=1))
+    return environment.get_template("page.html.j2").render(
+        o=content,
+        version=__version__,
+        file=file,
+        settings=settings,
+        points=[_point(content, curves, point, colours, beta) for point in content["points"]],
+        style=Markup(_variables() + figures.STYLE),
+        data=embed(content),
+        states=_states(content),
+        names=NAMES,
+    )
+
+
+def _variables() -> str:
+    light, dark = (
+        ";".join(f"--{name}:{value}" for name, value in colours.items()) for colours in (figures.LIGHT, figures.DARK)
+    )
+    return f":root{{{light}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
+
+
+def embed(content: Mapping[str, Any]) -> Markup:
+    """JSON for a script element of a data type: nothing in it can end the element or begin another one."""
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)  # noqa: S704
+
+
+def _point(
+    content: Mapping[str, Any], curves: Losses, point: str, colours: figures.Colours, beta: float
+) -> dict[str, Any]:
+    """What the page shows of one point: the rows of its tables, and its pictures."""
+    rows = [row for row in content["contrasts"] if row["point"] == point]
+    of = {arm: curves.get((point, arm), []) for arm in content["arms"]}
+    shown = [curve for arm in content["arms"] if arm != "twin" for curve in of[arm]]
+    pictures = []
+    for row in rows:
+        if row["kind"] != "effect":
+            continue
+        effect = _pairs_of(of[row["treatment"]], of[row["baseline"]], row["seeds"], beta)
+        null = next((other for other in rows if other["kind"] == "null"), None)
+        behind = _pairs_of(of["null"], of[null["baseline"]], null["seeds"], beta) if null else []
+        svg = figures.difference_plot(effect, behind, beta, colours)
+        pictures.append({"title": f"{row['treatment']} − {row['baseline']}", "svg": Markup(svg)})  # noqa: S704
+    return {
+        "name": point,
+        "effects": [row for row in rows if row["kind"] == "effect"],
+        "controls": [row for row in rows if row["kind"] != "effect"],
+        "rows": rows,
+        "readings": [_reading(content, row) for row in rows if row["kind"] == "effect" and "verdict" in row],
+        "levels": {level["arm"]: level for level in content["levels"] if level["point"] == point},
+        "costs": {cost["arm"]: cost for cost in content["costs"].get("costs", []) if cost["point"] == point},
+        "runs": {(run["arm"], run["seed"]): run for run in content["runs"] if run["point"] == point},
+        "intervals": Markup(figures.interval_plot(rows, colours)) if rows else "",  # noqa: S704
+        "curves": Markup(figures.curve_plot(shown, beta, colours)),  # noqa: S704
+        "differences": pictures,
+    }
+
+
+def _pairs_of(
+    treatment: Sequence[figures.Curve], baseline: Sequence[figures.Curve], seeds: Sequence[int], beta: float
+) -> list[figures.Curve]:
+    base = {curve.seed: curve for curve in baseline}
+    return [figures.difference(curve, base[curve.seed], beta) for curve in treatment if curve.seed in seeds]
+
+
+def _reading(content: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, str]:
+    """The verdict word in plain words, with what would help."""
+    verdict = row["verdict"]
+    text = READINGS[verdict["word"]] + (BELOW_MARGIN if verdict["below_margin"] else "")
+    margin = f"{percent(content['primary']['margin'], signed=False)} of the baseline's bits per byte"
+    text = text.format(arm=row["treatment"], base=row["baseline"], margin=margin, reason=verdict["reason"])
+    return {"word": verdict["word"], "text": text, "reason": verdict["reason"], "advice": verdict["advice"]}
+
+
+def _states(content: Mapping[str, Any]) -> str:
+    """ "15 of 17 runs finished, 1 running, 1 waiting" """
+    states = [run["state"] for run in content["runs"]]
+    others = [f"{states.count(state)} {state}" for state in dict.fromkeys(states) if state != "finished"]
+    return ", ".join([f"{states.count('finished')} of {len(states)} runs finished", *others])
+
+
+# Numbers in words
+
+
+def bpb(value: float, spread: float | None = None) -> str:
+    """Four to six decimals, as many as the spread deserves."""
+    places = 4 if not spread else max(4, min(6, 1 - int(f"{spread:.1e}".partition("e")[2])))
+    return f"{value:.{places}f}"
+
+
+def percent(share: float, digits: int = 2, signed: bool = True) -> str:
+    """ "−0.32 %" """
+    if abs(share) < 1e-7:
+        return "0 %"
+    sign = "+" if signed and share > 0 else ""
+    return f"{sign}{figures.plain_number(100 * share, digits)} %"
+
+
+def ratio(value: float) -> str:
+    """ "× 1.012" """
+    return f"× {value:.3f}"
+
+
+def byte_count(value: float) -> str:
+    """ "14.7 MB" """
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f} bytes"
+
+
+def clock(seconds: float) -> str:
+    """ "2 h 05 min", "3 min 20 s", "2.6 s", "64 ms" """
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def p_value(value: float | None) -> str:
+    """ "0.031"; "not testable" where there is none."""
+    if value is None:
+        return "not testable"
+    return "below 0.0001" if value < 1e-4 else f"{value:.2g}"
+
+
+def setting(value: Any) -> str:
+    """A configuration value, or the repr of one, as a reader writes it: nothing there is "not set"."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    if text in ("None", "null", ""):
+        return "not set"
+    return re.sub(r"\bnan\b", "not a number", text)
+
+
+# The terminal
+
+
+def terminal_table(content: Mapping[str, Any]) -> Table:
+    """The first table of the page: arms against their baseline, then the controls. Fits 80 columns."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("arm", max_width=16, overflow="fold")
+    table.add_column("val bpb", justify="right", no_wrap=True)
+    table.add_column("Δ bpb ± 95 %", justify="right", no_wrap=True)
+    table.add_column("Δ %", justify="right", no_wrap=True)
+    table.add_column("step time", justify="right", no_wrap=True)
+    table.add_column("verdict", min_width=9)
+    levels = {(level["point"], level["arm"]): level for level in content["levels"]}
+    costs = {(cost["point"], cost["arm"]): cost for cost in content["costs"].get("costs", [])}
+
+    def cells(*values: str, dim: bool = False) -> None:
+        table.add_row(*(Text(value) for value in values), style="dim" if dim else None)
+
+    for point in content["points"]:
+        if len(content["points"]) > 1:
+            table.add_row(Text(point, style="bold"))
+        level = levels.get((point, content["baseline"]))
+        cells(content["baseline"], bpb(level["mean"]) if level else "", "", "", "× 1", "baseline")
+        for row in (row for row in content["contrasts"] if row["point"] == point):
+            estimate, cost = row.get("estimate"), costs.get((point, row["treatment"]))
+            cells(
+                NAMES.get(row["treatment"], row["treatment"]),
+                bpb(estimate["treatment_mean"]) if estimate else "",
+                plus_minus(estimate["mean"], estimate["half_width"]) if estimate else "",
+                percent(estimate["relative"]) if estimate and estimate["relative"] is not None else "",
+                ratio(cost["ratio"]) if cost else "",
+                row["verdict"]["text"] if "verdict" in row else "no pair yet",
+                dim=row["kind"] != "effect",
+            )
+        if control := costs.get((point, CONTROL)):
+            cells("timing control", "", "", "", ratio(control["ratio"]), "", dim=True)
+    if content["twin"] is not None:
+        cells("twin", "", "", "", "", "identical" if content["twin"] else "differs", dim=True)
+    return table
+
+
+ASCII = str.maketrans({"−": "-", "±": "+/-", "×": "x", "Δ": "delta", "α": "alpha", "β": "beta", "“": '"', "”": '"'})
+
+
+def print_outcome(content: Mapping[str, Any], console: Console) -> None:
+    """The table, the headline and the warnings. One line a sentence where the console is no terminal."""
+    if (console.encoding or "").lower().replace("-", "") not in ("utf8", "utf16", "utf32"):
+        content = json.loads(json.dumps(content, ensure_ascii=False).translate(ASCII | {ord('"'): '"'}))
+    table = terminal_table(content)
+    console.print(table)
+    loose = not console.is_terminal
+    for line in content["headline"]:
+        console.print()
+        console.print(Text(line, style="bold"), soft_wrap=loose)
+    for row in content["contrasts"]:
+        if row["kind"] == "effect" and row.get("verdict", {}).get("advice"):
+            advice = f"{row['treatment']}: {row['verdict']['reason']}; what would help: {row['verdict']['advice']}"
+            console.print(Text(advice), soft_wrap=loose)
+    if not content["complete"]:
+        console.print(Text(f"incomplete: {_states(content)}", style="yellow"), soft_wrap=loose)
+    for warning in content["warnings"]:
+        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=loose)

@@ -1,0 +1,67 @@
+"""Every experiment that ships loads, and says of itself what is true."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from xsalab.cli import app
+from xsalab.experiment.design import Cell, RunConfig, expand, load_experiment, resolve
+from xsalab.experiment.run import derived, scaling_parameters
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = sorted((ROOT / "experiments").glob("*.toml"))
+H100 = 0.4 * 989e12  # operations a second that README.md reckons with
+
+
+def baseline_run(name: str) -> RunConfig:
+    experiment = load_experiment(ROOT / "experiments" / f"{name}.toml")
+    return resolve(experiment, Cell(experiment.points[0].name, experiment.baseline, experiment.seeds[0]))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_loads_and_has_a_status(path: Path, tmp_path: Path) -> None:
+    """Every cell resolves and every variant is built; no data is prepared."""
+    experiment = load_experiment(path)
+    result = CliRunner().invoke(app, ["status", str(path), "--out", str(tmp_path), "--json"])
+    assert result.exit_code == 0
+    rows = json.loads(result.stdout)
+    assert [row["run"] for row in rows] == [cell.name for cell in expand(experiment)]
+    assert {row["state"] for row in rows} == {"waiting"}
+    assert path.read_text(encoding="utf-8").startswith("#"), "a recipe begins with what it answers and costs"
+
+
+@pytest.mark.parametrize("name", ["d12", "d24"])
+def test_the_published_sizes_train_on_12_tokens_a_scaling_parameter(name: str) -> None:
+    run = baseline_run(name)
+    assert run.train.tokens == 12 * scaling_parameters(run.model)
+    assert run.model.head_size == 64
+
+
+def test_the_original_setting_is_plain() -> None:
+    run = baseline_run("original")
+    model = run.model
+    assert not any((model.value_embeddings, model.smear, model.backout, model.residual_scalars, model.qk_norm))
+    assert model.soft_cap == 0
+    assert all(model.is_full_window(layer) for layer in range(model.depth))
+    assert (run.optim.kind, run.optim.schedule) == ("adamw", "cosine")
+
+
+@pytest.mark.parametrize("name", ["original", "d12", "d24"])
+def test_the_costs_in_the_readme_are_those_of_the_configuration(name: str) -> None:
+    """README.md, "What a larger run costs", recomputed."""
+    experiment = load_experiment(ROOT / "experiments" / f"{name}.toml")
+    run, runs = baseline_run(name), len(expand(experiment))
+    flops = derived(run)["flops_per_token"]
+    each = flops * run.train.tokens
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    row = next(line for line in text.splitlines() if line.startswith(f"| `{name}.toml`"))
+    for figure in (f"{runs} |", f"{run.train.tokens / 1e6:,.0f} M", f"{flops:.2e}", f"{each:.1e}", f"{runs * each:.1e}"):
+        assert figure in row, f"{figure} is missing in: {row}"
+    if run.train.device == "cuda":
+        rounds = -(-runs // 8)
+        hours = f"{each / H100 / 3600:.1f} h", f"{runs * each / H100 / 3600:.0f}", f"{rounds * each / H100 / 3600:.1f} h"
+        assert all(figure in row for figure in hours), f"{hours} against: {row}"
