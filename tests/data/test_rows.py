@@ -347,7 +347,7 @@ def test_progress_is_told_in_order(config: DataConfig, tmp_path: Path) -> None:
         shares = [share for name, share in told if name == stage]
         assert shares == sorted(shares)
         assert 0 <= shares[0] < shares[-1] <= 1
-        assert shares[-1] > 0.7
+        assert shares[-1] > 0.5  # not 1: half of so small a file is its footer
 
 
 def test_a_shard_added_later_changes_nothing(

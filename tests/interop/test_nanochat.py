@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from pathlib import Path
 
@@ -263,3 +264,12 @@ def test_hybrid_gives_nanochats_adamw(nanochat_d4: Path) -> None:
     model = Matrices(head=states[0])  # the head's group has these betas and this decay
     optimizer = Hybrid(model, OptimConfig(), Rates(dict.fromkeys(GROUPS, 0.01), matrix_weight_decay=0.0))
     follow(model, optimizer, gradients[:, None], states[:, None])
+
+
+def test_the_schedule_is_that_of_nanochats_console(nanochat_d4: Path) -> None:
+    """The factor on the rates that a real run of 60 steps printed at each step, with two digits."""
+    text = (nanochat_d4 / "console.log").read_text(encoding="utf-8")
+    printed = {int(step): float(factor) for step, factor in re.findall(r"step (\d+)/00060 .*? lrm: ([\d.]+)", text)}
+    assert sorted(printed) == list(range(60))
+    schedule = OptimConfig(warmup_steps=10).schedule_over(60)
+    assert printed == pytest.approx({step: schedule.lr(step) for step in range(60)}, abs=0.00501)

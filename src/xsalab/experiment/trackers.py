@@ -26,6 +26,9 @@ class TensorBoard(Hook):
             self.writer.add_scalar(f"train/{name}", getattr(metrics, name), metrics.step)
         self.writer.flush()
 
+    def close(self) -> None:
+        self.writer.close()
+
 
 class WandB(Hook):
     """One W&B run for each of ours, offline unless WANDB_MODE says otherwise.
@@ -35,7 +38,7 @@ class WandB(Hook):
 
     def __init__(self, folder: Path, cell: Cell, config: Mapping[str, Any], step: int) -> None:
         try:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ValueError("--wandb needs the package wandb: pip install 'xsalab[wandb]'") from None
         os.environ.setdefault("WANDB_MODE", "offline")
@@ -47,9 +50,8 @@ class WandB(Hook):
         values = {f"train/{name}": getattr(metrics, name) for name in ("loss", "grad_norm", "lr_factor")}
         self.run.log(values, step=metrics.step)
 
-    def before_step(self, state: TrainState) -> None:
-        if state.optimizer is None:
-            self.run.finish()
+    def close(self) -> None:
+        self.run.finish()
 
 
 TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB}

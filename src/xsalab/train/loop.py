@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -113,6 +113,9 @@ class Hook:
     def after_step(self, state: TrainState, metrics: StepMetrics) -> None:
         """The step that ``metrics`` describes is done."""
 
+    def close(self) -> None:
+        """Training has ended, well or not."""
+
 
 def micro_batches(batch: Batch, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(inputs, targets) in pieces of ``rows`` rows; 0: all at once."""
@@ -154,7 +157,7 @@ def train_step(
         optimizer.step()
         state.step += 1
     seconds = time.perf_counter() - begin
-    return StepMetrics(**{**vars(metrics), "seconds": seconds})
+    return replace(metrics, seconds=seconds)
 
 
 def gradient_norm(model: GPT) -> float:
@@ -186,17 +189,21 @@ def train(
 
     Raises Diverged, with the weights before the step that failed.
     """
-    while True:
+    try:
+        while True:
+            for hook in hooks:
+                hook.before_step(state)
+            if state.step >= schedule.steps:
+                return state
+            begin = time.perf_counter()
+            batch = batch_of(state.step)
+            waited = time.perf_counter() - begin
+            metrics = train_step(state, batch, schedule, micro_rows=micro_rows, clip=clip)
+            metrics = replace(metrics, data_seconds=waited)
+            if not metrics.finite:
+                raise Diverged(metrics)
+            for hook in hooks:
+                hook.after_step(state, metrics)
+    finally:
         for hook in hooks:
-            hook.before_step(state)
-        if state.step >= schedule.steps:
-            return state
-        begin = time.perf_counter()
-        batch = batch_of(state.step)
-        waited = time.perf_counter() - begin
-        metrics = train_step(state, batch, schedule, micro_rows=micro_rows, clip=clip)
-        metrics = StepMetrics(**{**vars(metrics), "data_seconds": waited})
-        if not metrics.finite:
-            raise Diverged(metrics)
-        for hook in hooks:
-            hook.after_step(state, metrics)
+            hook.close()
