@@ -23,7 +23,7 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True)
 def config(cls: type[T]) -> type[T]:
     """A frozen dataclass that refuses unknown keys (pydantic ignores them on plain dataclasses)."""
-    cls.__pydantic_config__ = {"extra": "forbid", "strict": False}  # type: ignore[attr-defined]
+    cls.__pydantic_config__ = {"extra": "forbid"}  # type: ignore[attr-defined]
     return dataclasses.dataclass(frozen=True)(cls)
 
 
@@ -71,10 +71,12 @@ def set_dotted(tables: dict[str, Any], name: str, value: Any, where: str) -> Non
 def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """``values`` checked and turned into the dataclass ``cls``.
 
+    Types are strict: neither "4" nor true nor 4.0 is a whole number; a whole number is a number as well.
     Raises ValueError with one line a fault: where it stands, the field, the value and what would do.
     """
+    text = json.dumps(dict(values), default=str)  # strict, and yet a list becomes a tuple: so pydantic reads JSON
     try:
-        return TypeAdapter(cls).validate_python(dict(values))
+        return TypeAdapter(cls).validate_json(text, strict=True)
     except ValidationError as error:
         lines = [_explain(cls, fault, where) for fault in error.errors()]
         raise ValueError("\n".join(lines)) from None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +94,11 @@ def losses(experiment: Experiment, store: RunStore) -> Losses:
 def render(content: Mapping[str, Any], curves: Losses, settings: Mapping[str, Any], file: str) -> str:
     """The page as HTML text. settings: the baseline's resolved configuration by dotted name. file: the TOML's name."""
     environment = Environment(
-        loader=PackageLoader("xsalab", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("xsalab", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
         "bpb": bpb, "plus_minus": plus_minus, "percent": percent, "number": figures.plain_number, "ratio": ratio,
-        "bytes": byte_count, "clock": clock, "p": p_value, "setting": setting, "count": lambda value: f"{value:,}",
+        "seed_difference": lambda value: f"{value:+.6f}".replace("-", "−"), "bytes": byte_count, "clock": clock, "p": p_value, "setting": setting, "count": lambda value: f"{value:,}",
     }  # fmt: skip
     colours = figures.Colours.of(content["baseline"], content["arms"])
     beta = figures.choose_beta(max((curve.steps[-1] + 1 for group in curves.values() for curve in group), default=1))
@@ -244,62 +244,79 @@ def setting(value: Any) -> str:
 # The terminal
 
 
-def terminal_table(content: Mapping[str, Any]) -> Table:
-    """The first table of the page: arms against their baseline, then the controls. Fits 80 columns."""
+def terminal_table(content: Mapping[str, Any], say: Callable[[str], str] = str) -> Table:
+    """The first table of the page: arms against their baseline, then the controls. Fits 80 columns.
+
+    say: applied to every text, for a terminal that cannot write them all.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("arm", max_width=16, overflow="fold")
-    table.add_column("val bpb", justify="right", no_wrap=True)
-    table.add_column("Δ bpb ± 95 %", justify="right", no_wrap=True)
-    table.add_column("Δ %", justify="right", no_wrap=True)
-    table.add_column("step time", justify="right", no_wrap=True)
-    table.add_column("verdict", min_width=9)
+    table.add_column("arm", min_width=8, max_width=16, overflow="fold")
+    for name in ("val bpb", say("Δ bpb ± 95 %"), say("Δ %"), "time"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict", min_width=12)
     levels = {(level["point"], level["arm"]): level for level in content["levels"]}
     costs = {(cost["point"], cost["arm"]): cost for cost in content["costs"].get("costs", [])}
 
-    def cells(*values: str, dim: bool = False) -> None:
-        table.add_row(*(Text(value) for value in values), style="dim" if dim else None)
+    def add(*values: str, style: str = "") -> None:
+        table.add_row(*(Text(say(value)) for value in values), style=style)
 
     for point in content["points"]:
         if len(content["points"]) > 1:
-            table.add_row(Text(point, style="bold"))
+            add(point, style="bold")
         level = levels.get((point, content["baseline"]))
-        cells(content["baseline"], bpb(level["mean"]) if level else "", "", "", "× 1", "baseline")
+        add(content["baseline"], bpb(level["mean"]) if level else "", "", "", "", "baseline")
         for row in (row for row in content["contrasts"] if row["point"] == point):
             estimate, cost = row.get("estimate"), costs.get((point, row["treatment"]))
-            cells(
+            add(
                 NAMES.get(row["treatment"], row["treatment"]),
                 bpb(estimate["treatment_mean"]) if estimate else "",
                 plus_minus(estimate["mean"], estimate["half_width"]) if estimate else "",
                 percent(estimate["relative"]) if estimate and estimate["relative"] is not None else "",
                 ratio(cost["ratio"]) if cost else "",
-                row["verdict"]["text"] if "verdict" in row else "no pair yet",
-                dim=row["kind"] != "effect",
+                _verdict(row),
+                style="" if row["kind"] == "effect" else "dim",
             )
         if control := costs.get((point, CONTROL)):
-            cells("timing control", "", "", "", ratio(control["ratio"]), "", dim=True)
+            add("timing control", "", "", "", ratio(control["ratio"]), "", style="dim")
     if content["twin"] is not None:
-        cells("twin", "", "", "", "", "identical" if content["twin"] else "differs", dim=True)
+        add("twin", "", "", "", "", "identical" if content["twin"] else "differs", style="dim")
     return table
 
 
-ASCII = str.maketrans({"−": "-", "±": "+/-", "×": "x", "Δ": "delta", "α": "alpha", "β": "beta", "“": '"', "”": '"'})
+def _verdict(row: Mapping[str, Any]) -> str:
+    """The word of a contrast. The null control is a picture of the noise, not a gate: it has none."""
+    if "verdict" not in row:
+        return "no pair yet"
+    return "" if row["kind"] == "null" else row["verdict"]["text"]
+
+
+SPELLED = str.maketrans({"−": "-", "±": "+/-", "×": "x", "Δ": "d", "α": "alpha", "β": "beta"})
 
 
 def print_outcome(content: Mapping[str, Any], console: Console) -> None:
-    """The table, the headline and the warnings. One line a sentence where the console is no terminal."""
-    if (console.encoding or "").lower().replace("-", "") not in ("utf8", "utf16", "utf32"):
-        content = json.loads(json.dumps(content, ensure_ascii=False).translate(ASCII | {ord('"'): '"'}))
-    table = terminal_table(content)
-    console.print(table)
-    loose = not console.is_terminal
-    for line in content["headline"]:
-        console.print()
-        console.print(Text(line, style="bold"), soft_wrap=loose)
+    """The table, the headline and the warnings; a sentence is one line where the console is no terminal.
+
+    What a console of another encoding than UTF-8 cannot write is spelled out.
+    """
+    encoding = console.encoding or "utf-8"
+
+    def say(text: str) -> str:
+        if encoding.lower().startswith("utf"):
+            return text
+        return text.translate(SPELLED).encode(encoding, "replace").decode(encoding)
+
+    def line(text: str, style: str = "") -> None:
+        console.print(Text(say(text), style=style), soft_wrap=not console.is_terminal)
+
+    console.print(terminal_table(content, say))
+    line("")
+    for text in content["headline"]:
+        line(text, "bold")
     for row in content["contrasts"]:
         if row["kind"] == "effect" and row.get("verdict", {}).get("advice"):
-            advice = f"{row['treatment']}: {row['verdict']['reason']}; what would help: {row['verdict']['advice']}"
-            console.print(Text(advice), soft_wrap=loose)
+            verdict = row["verdict"]
+            line(f"{row['treatment']}: {verdict['reason']}; what would help: {verdict['advice']}")
     if not content["complete"]:
-        console.print(Text(f"incomplete: {_states(content)}", style="yellow"), soft_wrap=loose)
+        line(f"incomplete: {_states(content)}", "yellow")
     for warning in content["warnings"]:
-        console.print(Text(f"warning: {warning}", style="yellow"), soft_wrap=loose)
+        line(f"warning: {warning}", "yellow")

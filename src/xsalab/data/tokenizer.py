@@ -145,6 +145,11 @@ class Tokenizer:
         """The text; special tokens by their names, bytes that are no UTF-8 as the replacement character."""
         return b"".join(self._names[i] for i in ids).decode("utf-8", errors="replace")
 
+    @property
+    def token_bytes(self) -> list[bytes]:
+        """What each id stands for: its raw bytes, a special token's name."""
+        return list(self._names)
+
     def bytes_per_token(self) -> Int64[np.ndarray, " vocab"]:
         """Raw UTF-8 bytes that each id stands for; 0 for special tokens."""
         return np.array([len(token) for token in self._bytes] + [0] * len(self.specials), dtype=np.int64)

@@ -26,6 +26,7 @@ CONTROLS = ("null", "positive", "twin")
 SECTIONS: dict[str, type] = {
     "data": DataConfig, "model": ModelConfig, "optim": OptimConfig, "train": TrainConfig, "eval": EvalConfig,
 }  # fmt: skip
+LEAST_ROWS = 4  # of a batch, for the null control to have an order to change
 RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 
 
@@ -144,23 +145,32 @@ def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool =
     tables = read_toml(path, sets)
     top = {"name", "seeds", "baseline", "primary", "controls", "points", "arms", "plugins", *SECTIONS}
     if unknown := sorted(set(tables) - top):
-        build(_TopLevel, dict.fromkeys(unknown, tables[unknown[0]]), where=str(path))
+        build(_TopLevel, {key: tables[key] for key in unknown}, where=str(path))
     name = check_name(tables.get("name", path.stem), f"{path}: name")
     seeds = _seeds(tables.get("seeds", [0, 1, 2, 3]), path)
     arms = {key: _arm(key, value, path) for key, value in _table(tables, "arms", path).items()}
     if not arms:
         raise ValueError(f'{path}: no arms; write at least [arms.standard] with variant = "standard"')
-    for control in CONTROLS:
-        if control in arms:
-            raise ValueError(f"{path}: arms.{control}: this name belongs to a control; choose another")
+    if strange := [arm for arm in arms if arm not in _table(read_toml(path), "arms", path)]:
+        written = ", ".join(arm for arm in arms if arm not in strange) or "none"
+        raise ValueError(f"--set arms.{strange[0]}: no such arm in {path}; arms: {written}")
+    lower = [arm.lower() for arm in arms]  # folders of runs: names that differ in case alone are one on some systems
+    for arm in arms:
+        if arm.lower() in CONTROLS:
+            raise ValueError(f"{path}: arms.{arm}: this name belongs to a control; choose another")
+        if lower.count(arm.lower()) > 1:
+            raise ValueError(f"{path}: arms.{arm}: another arm's name differs in case alone; choose another")
     baseline = tables.get("baseline", next(iter(arms)))
-    if baseline not in arms:
+    if not isinstance(baseline, str) or baseline not in arms:
         raise ValueError(f"{path}: baseline = {baseline!r} is not an arm; arms: {', '.join(arms)}")
     controls = build(Controls, _table(tables, "controls", path), f"{path}: controls")
     arms |= _control_arms(controls, arms[baseline])
     primary = build(Primary, _table(tables, "primary", path), f"{path}: primary")
-    points = tuple(_point(value, path) for value in tables.get("points", [{"name": "base"}]))
-    if len({point.name for point in points}) < len(points):
+    given = tables.get("points", [{"name": "base"}])
+    if not isinstance(given, list) or not given:
+        raise ValueError(f"{path}: points = {given!r}: write each point as a table of its own, [[points]]")
+    points = tuple(_point(value, path) for value in cast(list[Any], given))
+    if len({point.name.lower() for point in points}) < len(points):
         raise ValueError(f"{path}: points: two have the same name")
     plugins = tables.get("plugins", [])
     if not isinstance(plugins, list) or not all(isinstance(plugin, str) for plugin in cast(list[Any], plugins)):
@@ -174,10 +184,27 @@ def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool =
     for cell in expand(experiment):
         if cell.seed == seeds[0]:
             run = resolve(experiment, cell)
-            run.train.batch_rows(run.model.context)
+            _check_sizes(run, f"{path}: arms.{cell.arm}", controls.null)
             if known_variants:
                 _check_variant(run, f"{path}: arms.{cell.arm}")
     return experiment
+
+
+def _check_sizes(run: RunConfig, where: str, null: bool) -> None:
+    """What involves two sections, so that nothing fails after hours of training."""
+    try:
+        rows = run.train.batch_rows(run.model.context)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if null and rows < LEAST_ROWS:
+        raise ValueError(
+            f"{where}: train.batch_tokens = {run.train.batch_tokens} is {rows} rows of context = {run.model.context}, too "
+            f"few to permute for the null control: use {LEAST_ROWS * run.model.context} or more, or controls.null = false"
+        )
+    if run.eval.stride > run.model.context:
+        raise ValueError(
+            f"{where}: eval.stride = {run.eval.stride}: use 1 to context = {run.model.context}, or 0 for half of it"
+        )
 
 
 @config
@@ -211,8 +238,10 @@ def check_name(name: Any, where: str) -> str:
 
 def _seeds(seeds: Any, path: Path) -> tuple[int, ...]:
     given = cast(list[Any], seeds) if isinstance(seeds, list) else []
-    if not given or not all(type(seed) is int and seed >= 0 for seed in given):
-        raise ValueError(f"{path}: seeds = {seeds!r}: a list of whole numbers from 0, such as [0, 1, 2, 3]")
+    if not given or not all(type(seed) is int and 0 <= seed < 2**32 for seed in given):
+        raise ValueError(
+            f"{path}: seeds = {seeds!r}: a list of whole numbers from 0 to {2**32 - 1}, such as [0, 1, 2, 3]"
+        )
     if len(set(given)) < len(given):
         raise ValueError(f"{path}: seeds = {seeds!r}: a seed is there twice")
     return tuple(given)
@@ -236,7 +265,7 @@ def _arm(name: str, table: Any, path: Path) -> Arm:
     for key, value in values.items():
         if key in SECTIONS and isinstance(value, dict):
             sets += flat(cast(dict[str, Any], value), f"{key}.")
-        elif key.split(".")[0] in SECTIONS:
+        elif "." in key or key in SECTIONS:
             sets.append((key, value))
         elif key not in ("variant", "layers"):
             options[key] = value
@@ -261,7 +290,7 @@ def _control_arms(controls: Controls, baseline: Arm) -> dict[str, Arm]:
 
 def _point(table: Any, path: Path) -> Point:
     if not isinstance(table, dict) or "name" not in table:
-        raise ValueError(f"{path}: points: each [[points]] needs a name, and the fields that it sets")
+        raise ValueError(f"{path}: points: {table!r}: each [[points]] needs a name, and the fields that it sets")
     values = cast(dict[str, Any], table)
     name = check_name(values["name"], f"{path}: points.name")
     model = {item.name for item in dataclasses.fields(ModelConfig)}
@@ -283,8 +312,10 @@ def resolve(experiment: Experiment, cell: Cell) -> RunConfig:
     tables = {section: dict(values) for section, values in experiment.base.items()}
     where = f"{experiment.path}: arms.{cell.arm}" if arm.sets else str(experiment.path)
     for name, value in (*point.sets, *arm.sets):
-        if name.split(".")[0] not in SECTIONS:
-            raise ValueError(f"{where}: {name}: no such section; sections: {', '.join(SECTIONS)}")
+        if name.split(".")[0] not in SECTIONS or "." not in name:
+            raise ValueError(
+                f"{where}: {name} = {value!r}: name a field as section.field; sections: {', '.join(SECTIONS)}"
+            )
         set_dotted(tables, name, value, where)
     built: dict[str, Any] = {
         section: build(kind, tables[section], f"{where}: {section}") for section, kind in SECTIONS.items()

@@ -12,6 +12,7 @@ checkpoints/       while the run lives; what a diverged run leaves for inspectio
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..eval import ItemScore
-from ..train.checkpoint import write_atomic
+from ..train.checkpoint import explain_disk, write_atomic
 from .design import Cell, Experiment
 
 
@@ -73,28 +74,33 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """One row a step with what was measured there, raw; absent values are left out."""
-        table = self.path / "metrics.parquet"
-        if table.is_file():
-            rows = read_parquet(table).to_pylist()
-            return [{key: value for key, value in row.items() if value is not None} for row in rows]
-        log = self.path / "metrics.jsonl"
-        return [json.loads(line) for line in _whole_lines(log)] if log.is_file() else []
+        log, table = self.path / "metrics.jsonl", self.path / "metrics.parquet"
+        if log.is_file():  # where both are there the run was killed between writing the one and removing the other
+            rows = [json.loads(line) for line in _whole_lines(log)]
+        else:
+            rows = read_parquet(table).to_pylist() if table.is_file() else []
+        return [{key: value for key, value in row.items() if value is not None} for row in rows]
 
     def cut_metrics(self, step: int) -> None:
-        """Cuts the live log back to the rows before ``step``: where a resumed run continues."""
+        """Makes the live log hold the rows before ``step`` alone: where a resumed run continues.
+
+        Raises ValueError where the record of those steps is not whole.
+        """
+        rows = [row for row in self.metrics() if row["step"] < step]
         log = self.path / "metrics.jsonl"
-        rows = [line for line in _whole_lines(log) if json.loads(line)["step"] < step] if log.is_file() else []
-        write_atomic(log, "".join(line + "\n" for line in rows))
+        recorded = [row["step"] for row in rows if "tokens" in row]
+        if recorded != list(range(step)):
+            raise ValueError(
+                f"{log}: holds {len(recorded)} of the {step} steps before the checkpoint; "
+                f"delete {self.path} to run it again"
+            )
+        write_atomic(log, "".join(json.dumps(row) + "\n" for row in rows))
+        (self.path / "metrics.parquet").unlink(missing_ok=True)
 
     def finish_metrics(self) -> None:
         """Turns the live log into Parquet."""
-        log = self.path / "metrics.jsonl"
-        if log.is_file():
-            write_rows(self.path / "metrics.parquet", self.metrics_from_log())
-            log.unlink()
-
-    def metrics_from_log(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in _whole_lines(self.path / "metrics.jsonl")]
+        write_rows(self.path / "metrics.parquet", self.metrics())
+        (self.path / "metrics.jsonl").unlink(missing_ok=True)
 
     def write_scores(self, scores: Sequence[ItemScore]) -> None:
         """One row an item: task, item, value, weight."""
@@ -133,16 +139,24 @@ def _whole_lines(path: Path) -> list[str]:
 
 
 class MetricsLog:
-    """Appends rows to metrics.jsonl, each flushed, so that a kill loses at most the row in hand."""
+    """Appends rows to metrics.jsonl, each written at once, so that a kill loses at most the row in hand."""
 
     def __init__(self, path: Path) -> None:
-        self.file = path.open("a", encoding="utf-8")
+        self.path, self.file = path, path.open("ab", buffering=0)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        """Appends a row; a number that is not finite is left out, as JSON has none."""
+        finite = {key: value for key, value in row.items() if not isinstance(value, float) or math.isfinite(value)}
+        data = (json.dumps(finite) + "\n").encode()
+        try:
+            while data:  # an unbuffered file may take a part only
+                data = data[self.file.write(data) :]
+        except OSError as error:
+            raise explain_disk(error, self.path, len(data)) from error
+
+    def sync(self) -> None:
+        """Returns when all rows are on the disk: before a checkpoint that says they are."""
+        os.fsync(self.file.fileno())
 
     def close(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
         self.file.close()

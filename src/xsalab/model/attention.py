@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attend import Attend
@@ -27,12 +28,17 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, value_embedding: Tensor | None, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         """x (b, t, c) is the normalised input, value_embedding (b, t, g·d) this layer's rows for the tokens."""
         config, size = self.config, self.config.head_size
-        q, k, v_projected = (w(x).unflatten(-1, (-1, size)) for w in (self.w_q, self.w_k, self.w_v))
+        heads, groups = config.heads, config.groups
+        # One product for all three, and one pass of rotary and norm for q and k together: the weights stay
+        # apart (each is a matrix of its own for Muon), only the work is joined.
+        weight = torch.cat((self.w_q.weight, self.w_k.weight, self.w_v.weight)).to(x.dtype)
+        qk, v_projected = F.linear(x, weight).unflatten(-1, (-1, size)).split((heads + groups, groups), dim=2)
         v = v_projected
         if self.value_gate is not None and value_embedding is not None:
             gate = config.value_gate_range * torch.sigmoid(self.value_gate(x[..., : config.value_gate_channels]))
             v = v + gate.unsqueeze(-1) * value_embedding.to(x.dtype).unflatten(-1, (-1, size))
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        qk = rotate(qk, cos, sin)
         if config.qk_norm:
-            q, k = (rms_norm(u, config.norm_eps) * config.qk_scale for u in (q, k))
+            qk = rms_norm(qk, config.norm_eps, config.qk_scale)
+        q, k = qk.split((heads, groups), dim=2)
         return self.w_o(self.variant(QKV(q, k, v, v_projected, x), attend).flatten(2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,9 +29,29 @@ class Embedding(nn.Embedding):
         """Left to init_weights."""
 
 
-def rms_norm(x: Tensor, eps: float) -> Tensor:
-    """x / √(mean x² + eps) over the last axis, without a learned gain."""
-    return F.rms_norm(x, (x.shape[-1],), eps=eps)
+def rms_norm(x: Tensor, eps: float, scale: float = 1.0) -> Tensor:
+    """scale · x / √(mean x² + eps) over the last axis, without a learned gain; the mean is taken in float32."""
+    return _RMSNorm.apply(x, eps, scale)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """On CPUs torch takes its own rms_norm apart into seven passes over memory and twice that in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float, scale: float) -> Tensor:  # pyright: ignore
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        factor = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
+        ctx.save_for_backward(x, factor)
+        ctx.scale = scale
+        return (wide * (scale * factor)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore
+        x, factor = ctx.saved_tensors
+        wide, g = x.to(factor.dtype), grad.to(factor.dtype)
+        # with n = x · factor: ∂L/∂x = scale · factor · (g − n · mean(g n))
+        along = (g * wide).mean(-1, keepdim=True) * factor.square()
+        return torch.addcmul(g, wide, along, value=-1).mul_(ctx.scale * factor).to(x.dtype), None, None
 
 
 def rotary_tables(length: int, head_size: int, base: float) -> tuple[Tensor, Tensor]:
@@ -55,4 +77,20 @@ class MLP(nn.Module):
         self.w2 = Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(self.w1(x).relu().square())
+        """x (b, t, c) -> (b, t, c)."""
+        return self.w2(_ReluSquared.apply(self.w1(x)))
+
+
+class _ReluSquared(torch.autograd.Function):
+    """relu(x)², keeping relu(x) alone for a backward of two passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore
+        positive = x.relu()
+        ctx.save_for_backward(positive)
+        return positive * positive
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore
+        (positive,) = ctx.saved_tensors
+        return (grad * positive).mul_(2)

@@ -43,15 +43,26 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 def explain_disk(error: OSError, path: Path, needed: int) -> OSError:
     """The same error with what a user can act on: bytes needed and free, or the read-only folder."""
-    if error.errno == errno.ENOSPC:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         try:
             free = f"{shutil.disk_usage(path.parent).free:,}"
         except OSError:
             free = "unknown"
-        return OSError(errno.ENOSPC, f"disk full: {needed:,} bytes needed, {free} free", str(path))
+        words = f"disk full: {needed:,} bytes needed, {free} free; make room, and the same command continues"
+        return OSError(errno.ENOSPC, words, str(path))
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return OSError(error.errno, "cannot write here (read-only?); choose another folder with --out", str(path))
+    if error.errno in (errno.EEXIST, errno.ENOTDIR):
+        return OSError(error.errno, "a file stands where a folder is needed; choose another with --out", str(path))
     return error
+
+
+def make_folder(path: Path) -> None:
+    """The folder with its parents, there or made now. OSError that says what a user can do."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_disk(error, path, 0) from error
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -104,7 +115,8 @@ def save_checkpoint(folder: Path, state: TrainState, notes: Mapping[str, Any]) -
         _flush(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    for old in _sets(folder)[:-KEEP]:
+    # A damaged set of a later step is no reason to drop a good one, and stays until its step comes again.
+    for old in [path for path in _sets(folder) if _step(path) <= state.step][:-KEEP]:
         shutil.rmtree(old)
     return final
 
@@ -140,14 +152,19 @@ def load_model(path: Path, state: TrainState) -> None:
 def _sets(folder: Path) -> list[Path]:
     """Checkpoint folders in the order of their steps; anything else is ignored."""
     found = [path for path in folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)] if folder.is_dir() else []
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted(found, key=_step)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def _fault(path: Path) -> str:
     """What is wrong with a set; empty where it is complete."""
     try:
         files = json.loads((path / "state.json").read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError) as error:
+        files = dict(files)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"state.json is missing or damaged ({type(error).__name__})"
     for name, expected in files.items():
         if not (path / name).is_file():
