@@ -54,7 +54,9 @@ DOCUMENTS = 40
 Change = Callable[[Cell], Mapping[str, Any]]
 
 
-def fake(folder: Path, toml: str = TOML, change: Change = lambda cell: {}, steps: int = 100) -> tuple[Experiment, RunStore]:
+def fake(
+    folder: Path, toml: str = TOML, change: Change = lambda cell: {}, steps: int = 100
+) -> tuple[Experiment, RunStore]:
     """An experiment whose runs are all finished, but for what ``change`` says of a cell's status."""
     path = folder / "paired.toml"
     path.write_text(toml, encoding="utf-8")
@@ -76,10 +78,9 @@ def _write_run(experiment: Experiment, store: RunStore, cell: Cell, status: dict
     run.path.mkdir(parents=True)
     config = resolve(experiment, cell)
     environment = {"torch": "2", "device": "a processor", "threads": 1, "kernel": "sdpa"}
-    run.write("fingerprint", {"config": dump(config), "start": {"w": "1"}, "environment": environment})
-    losses = [
-        level * (0.75 + 2.2 * math.exp(-step / 12)) + noise.gauss(0, 0.03) for step in range(status["step"])
-    ]
+    entries = {"start": {"w": "1"}, "environment": environment, "code": "c", "plugins": {}}
+    run.write("fingerprint", {"config": dump(config), **entries})
+    losses = [level * (0.75 + 2.2 * math.exp(-step / 12)) + noise.gauss(0, 0.03) for step in range(status["step"])]
     rows = [{"step": step, "loss": loss, "grad_norm": 0.4} for step, loss in enumerate(losses)]
     if status["state"] == "diverged":
         rows.append({"step": len(rows), "loss": None, "grad_norm": None})
@@ -94,3 +95,243 @@ def _write_run(experiment: Experiment, store: RunStore, cell: Cell, status: dict
         seconds = {"start": 1.0, "training": 61.0, "evaluation": 0.25}
         status = {**status, "val_bpb": bits, "seconds": seconds, "weights": f"{cell.seed}"}
     run.write("status", status)
+
+
+class Page(HTMLParser):
+    """The elements and the visible text of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.data = ""
+        self.inside = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self.inside = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self.inside == "script":
+            self.data += data
+        elif self.inside != "style":
+            self.text.append(data)
+
+    @property
+    def visible(self) -> str:
+        return " ".join("".join(f"{part} " for part in self.text).split())
+
+
+def page_of(experiment: Experiment, store: RunStore) -> Page:
+    return Page(write_report(experiment, store).read_text(encoding="utf-8"))
+
+
+def diverge(arm: str, *seeds: int) -> Change:
+    message = "step 30: loss nan, gradient norm inf: not finite, stopped"
+    return lambda cell: (
+        {"state": "diverged", "step": 30, "message": message} if cell.arm == arm and cell.seed in seeds else {}
+    )
+
+
+def wait(*seeds: int) -> Change:
+    return lambda cell: {"state": "waiting"} if cell.seed in seeds or cell.arm == "twin" else {}
+
+
+def run_half(cell: Cell) -> dict[str, Any]:
+    return {"state": "running", "step": 7} if cell.seed == 1 else {"state": "waiting"}
+
+
+SEEDS = "seeds = [0, 1, 2, 3, 4, 5]"
+POINTS = '[[points]]\nname = "d2"\n[[points]]\nname = "d3"\ndepth = 3\n'
+CASES: dict[str, tuple[str, Change]] = {
+    "whole": (TOML, lambda cell: {}),
+    "one seed": (TOML.replace(SEEDS, "seeds = [0]"), lambda cell: {}),
+    "two seeds": (TOML.replace(SEEDS, "seeds = [0, 1]"), lambda cell: {}),
+    "some runs missing": (TOML, wait(3, 4, 5)),
+    "nothing run": (TOML, lambda cell: {"state": "waiting"}),
+    "running": (TOML, run_half),
+    "one run diverged": (TOML, diverge("xsa", 2)),
+    "every run of an arm diverged": (TOML, diverge("xsa", *range(6))),
+    "baseline diverged": (TOML, diverge("standard", *range(6))),
+    "positive control diverged": (TOML, diverge("positive", 0, 1)),
+    "no controls": (TOML.split("[controls]")[0] + "[controls]\nnull = false\ntwin = false\n", lambda cell: {}),
+    "several points": (TOML.replace(SEEDS, SEEDS + "\n" + POINTS.split("[[")[0]) + POINTS, lambda cell: {}),
+    "declared contrast of two arms": (
+        TOML.replace("[model]", '[primary]\ncontrast = "half - xsa"\n[model]'),
+        lambda cell: {},
+    ),
+    "baseline alone": (TOML.split("[arms.xsa]")[0], lambda cell: {}),
+}
+
+
+@pytest.fixture(params=CASES, ids=lambda name: name.replace(" ", "-"))
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Experiment, RunStore]:
+    toml, change = CASES[request.param]
+    return fake(tmp_path, toml, change)
+
+
+def test_any_experiment_makes_a_page_without_nan(case: tuple[Experiment, RunStore]) -> None:
+    """F164: p without spread, one pair, diverged runs: words, never NaN, and never Python's None."""
+    experiment, store = case
+    page = page_of(experiment, store)
+    assert not re.search(r"\b(nan|NaN|None|Undefined|inf)\b", page.visible.replace("gradient norm inf", ""))
+    svg = store.folder.glob("*.svg")
+    assert all(not re.search(r"\bnan\b|\binf\b|var\(", file.read_text(encoding="utf-8")) for file in svg)
+    json.loads((store.folder / "summary.json").read_text(encoding="utf-8"), parse_constant=pytest.fail)
+
+
+def test_any_experiment_prints_in_80_columns(case: tuple[Experiment, RunStore]) -> None:
+    content = outcome(*case)
+    for encoding in ("utf-8", "ascii"):
+        raw = io.BytesIO()
+        file = io.TextIOWrapper(raw, encoding=encoding, errors="strict", newline="")
+        print_outcome(content, Console(file=file, width=80, force_terminal=True, color_system=None))
+        file.flush()
+        text = raw.getvalue().decode(encoding)
+        assert max(len(line) for line in text.splitlines()) <= 80
+        assert "…" not in text.split("\n\n")[0], "a number of the table was cut"
+        sign = "−" if encoding == "utf-8" else "-"
+        for row in content["contrasts"]:
+            if "estimate" in row:
+                assert plus_minus(row["estimate"]["mean"], None)[:4].replace("−", sign) in text
+
+
+def test_every_seed_is_on_the_page_and_none_is_best(tmp_path: Path) -> None:
+    """F053: mean, spread and all values; no best one."""
+    experiment, store = fake(tmp_path)
+    page, content = page_of(experiment, store), outcome(experiment, store)
+    for run in content["runs"]:
+        assert f"{run['val_bpb']:.6f}" in page.visible
+    for row in content["contrasts"]:
+        for seed, value in zip(row["seeds"], row["differences"], strict=True):
+            assert f"{value:+.6f}".replace("-", "−") in page.visible
+            assert page.visible.count(f"seed {seed}:") >= len(content["contrasts"])  # the dots' tooltips
+    assert sum(tag == "circle" for tag, _ in page.tags) == sum(len(row["seeds"]) for row in content["contrasts"])
+    assert not re.search(r"\bbest\b", page.visible)
+
+
+def test_the_page_says_what_the_outcome_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = {"point": "base", "arm": "xsa", "ratio": 1.0234, "low": 1.011, "high": 1.0345, "seconds": 0.06,
+            "saved_bytes": 15220012, "saved_ratio": 1.0357}  # fmt: skip
+    base = {"baseline_seconds": 0.0655, "baseline_saved_bytes": 14695724}
+    costs = {"rounds": 8, "load": 1.4, "busy": True, "costs": [cost, {**cost, "arm": "timing control", "ratio": 0.987}],
+             "points": {"base": base}}  # fmt: skip
+    monkeypatch.setattr(outcome_module, "measured_costs", lambda experiment, store: costs)
+    experiment, store = fake(tmp_path)
+    page, content = page_of(experiment, store), outcome(experiment, store)
+    for text in (*content["headline"], *content["warnings"], "× 1.023", "1.011 to 1.034", "× 1.036", "× 0.987"):
+        assert text in page.visible
+    for row in content["contrasts"]:
+        estimate = row["estimate"]
+        shown = f"{estimate['mean']:+.4f} ± {estimate['half_width']:.4f}".replace("-", "−")
+        assert shown in page.visible
+        assert f"{estimate['treatment_mean']:.4f}" in page.visible
+        assert f"smallest: {row['sign_flip']['smallest']:.2g}" in page.visible
+        assert f"{100 * estimate['parts']['seeds']:.0f} / {100 * estimate['parts']['documents']:.0f} /" in page.visible
+    assert {row["verdict"]["text"] for row in content["contrasts"] if row["kind"] == "positive"} == {"worse"}
+    assert "identical to the bit" in page.visible
+    assert json.loads((store.folder / "summary.json").read_text(encoding="utf-8")) == json.loads(json.dumps(content))
+    assert json.loads(page.data) == json.loads(json.dumps(content))
+
+
+def test_a_script_in_a_name_or_comment_is_shown_literally(tmp_path: Path) -> None:
+    """F170: text in the page and in its JSON ends no element and begins none."""
+    toml = TOML.replace(
+        'variant = "xsa"\nalpha = 0.5', f'variant = "xsa"\nalpha = 0.5\nnote = "{HOSTILE}\\u0001\\u2028"'
+    )
+    path = tmp_path / "paired.toml"
+    path.write_text(toml, encoding="utf-8")
+    experiment = load_experiment(path, known_variants=False)
+    store = RunStore.of(experiment, tmp_path)
+    store.folder.mkdir(parents=True)
+    for cell in expand(experiment):
+        _write_run(experiment, store, cell, {"state": "finished", "step": 9, "steps": 9})
+    page = page_of(experiment, store)
+    scripts = [attributes for tag, attributes in page.tags if tag == "script"]
+    assert scripts == [{"type": "application/json", "id": "summary"}]
+    assert HOSTILE in page.visible
+    assert json.loads(page.data)["toml"] == toml
+    raw = (store.folder / "report.html").read_text(encoding="utf-8")
+    assert "<script>alert" not in raw
+    assert "\u2028" not in raw.split('id="summary">')[1]
+    assert not any(name.startswith("on") or (name in ("src", "href") and not str(value).startswith("#"))
+                   for _, attributes in page.tags for name, value in attributes.items())  # fmt: skip
+    from xml.etree import ElementTree
+
+    ElementTree.fromstring((store.folder / "intervals.svg").read_text(encoding="utf-8").partition("\n")[2])
+
+
+def test_embedded_json_escapes_what_html_and_javascript_read() -> None:
+    """F170"""
+    text = str(embed({"a": "<>&\u2028\u2029</script>"}))
+    assert not set("<>&\u2028\u2029") & set(text)
+    assert json.loads(text) == {"a": "<>&\u2028\u2029</script>"}
+
+
+def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+    """One file, UTF-8 declared first (F159), and a policy under which no script and no request runs."""
+    page = page_of(*fake(tmp_path))
+    metas = [attributes for tag, attributes in page.tags if tag == "meta"]
+    assert metas[0] == {"charset": "utf-8"}
+    policy = next(meta["content"] for meta in metas if meta.get("http-equiv") == "Content-Security-Policy")
+    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+    assert not {tag for tag, _ in page.tags} & {"link", "img", "iframe", "object", "embed"}
+
+
+def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    experiment, store = fake(tmp_path, TOML.replace(SEEDS, "seeds = [0]"))
+    path = write_report(experiment, store)
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "no space")))
+    with pytest.raises(OSError, match="disk full"):
+        write_report(experiment, store)
+    assert path.read_bytes() == before
+    assert not list(store.folder.glob("*.tmp")) + list(store.folder.glob(".*.tmp"))
+
+
+def test_warnings_stand_before_the_first_table(tmp_path: Path) -> None:
+    experiment, store = fake(tmp_path, change=diverge("standard", 1))
+    page, content = page_of(experiment, store), outcome(experiment, store)
+    assert content["warnings"]
+    for warning in content["warnings"]:
+        assert page.visible.index(warning) < page.visible.index("Quality and cost")
+
+
+def test_an_inconclusive_verdict_comes_with_advice(tmp_path: Path) -> None:
+    experiment, store = fake(tmp_path, TOML.replace(SEEDS, "seeds = [0, 1, 2]"))
+    content = outcome(experiment, store)
+    undecided = [row["verdict"] for row in content["contrasts"] if row["verdict"]["word"] == "inconclusive"]
+    assert undecided, "the small example is meant to be undecided"
+    page = page_of(experiment, store)
+    assert all(verdict["advice"] in page.visible for verdict in undecided if verdict["advice"])
+    assert "not the same as “no difference”" in page.visible
+
+
+@pytest.mark.parametrize(
+    ("mean", "half", "text"),
+    [
+        (-0.00312, 0.0012, "−0.0031 ± 0.0012"),
+        (0.0148, 0.0099999, "+0.015 ± 0.010"),
+        (-2.23e-6, 2.03e-5, "−0.000002 ± 0.000020"),
+        (12.3, 4.56, "+12.3 ± 4.6"),
+        (0.5, 0.0, "+0.5 ± 0"),
+        (-0.5, None, "−0.5"),
+    ],
+)
+def test_two_digits_of_the_half_width_decide_the_digits(mean: float, half: float | None, text: str) -> None:
+    assert plus_minus(mean, half) == text
+
+
+def test_a_script_reads_one_line_a_sentence(tmp_path: Path) -> None:
+    content = outcome(*fake(tmp_path))
+    file = io.StringIO()
+    print_outcome(content, Console(file=file, width=80))
+    lines = file.getvalue().splitlines()
+    assert content["headline"][0] in lines
+    assert "\x1b" not in file.getvalue()

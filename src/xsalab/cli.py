@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -40,6 +41,9 @@ OUT = Path("out")
 def main() -> None:
     """Entry point: a user's mistake is one short message and exit code 2, never a traceback."""
     warnings.showwarning = lambda message, *_, **__: notes.print(f"warning: {message}", markup=False, highlight=False)
+    # Compiled kernels outlive the process, so that a second run starts at once.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "xsalab" / "inductor"))
+    before = signal.signal(signal.SIGINT, _interrupt)
     try:
         app()
     except (ValueError, OSError) as error:
@@ -47,9 +51,19 @@ def main() -> None:
             raise
         print(f"error: {_message(error)}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
+    except _Interrupted:
         print("interrupted; the same command continues where it stopped", file=sys.stderr)
         sys.exit(130)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _Interrupted(BaseException):
+    """Ctrl-C. Not KeyboardInterrupt, which click takes for itself, with another exit code in each release."""
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise _Interrupted
 
 
 def _message(error: Exception) -> str:
@@ -60,21 +74,26 @@ def _message(error: Exception) -> str:
 
 def _load(path: Path, sets: list[str] | None, plugins: bool = True) -> Any:
     """The experiment; with ``plugins`` its variants' files are imported after their paths and hashes are printed."""
-    import hashlib
-
     from .config import read_toml
     from .experiment.design import load_experiment
     from .experiment.run import import_plugins, read_plugins
 
     if plugins:
-        names = read_toml(path).get("plugins", [])
-        texts = read_plugins(path, names if isinstance(names, list) else [])
-        for name, text in texts:
-            notes.print(
-                f"plugin {path.parent / name}, sha256 {hashlib.sha256(text.encode()).hexdigest()[:16]}", highlight=False
-            )
+        names = read_toml(path, sets or ()).get("plugins", [])
+        # what is no list of names is refused by load_experiment
+        texts = read_plugins(path, [n for n in names if isinstance(n, str)] if isinstance(names, list) else [])
+        _tell_plugins(path.parent, texts)
         import_plugins(texts)
     return load_experiment(path, sets or (), known_variants=plugins)
+
+
+def _tell_plugins(folder: Path, texts: Iterable[tuple[str, str]]) -> None:
+    """Says whose code is about to run, and which."""
+    import hashlib
+
+    for name, text in texts:
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        notes.print(f"plugin {folder / name}, sha256 {digest}", markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -139,6 +158,7 @@ def check(
         Path | None, typer.Argument(help="an experiment, to check its variants too", metavar="[FILE.toml]")
     ] = None,
     compiled: Annotated[bool, typer.Option("--compiled", help="torch.compile as well (about a minute)")] = False,
+    sets: Sets = None,
     json_: Json = False,
 ) -> None:
     """Run the equivalence checks: α = 0, orthogonality, gradients, cache, causality, fast paths.
@@ -150,7 +170,7 @@ def check(
 
     extra = ()
     if file is not None:
-        experiment = _load(file, None)
+        experiment = _load(file, sets)
         extra = experiment_choices([resolve(experiment, cell) for cell in expand(experiment)])
     found = []
     for result in all_checks(compiled, extra):
@@ -170,7 +190,7 @@ def check(
 def run(
     file: File,
     out: Out = OUT,
-    jobs: Annotated[int, typer.Option(help="runs side by side; 0: as many as the cores or GPUs hold")] = 0,
+    jobs: Annotated[int, typer.Option(min=0, help="runs side by side; 0: as many as the cores or GPUs hold")] = 0,
     sets: Sets = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="metrics to TensorBoard as well")] = False,
     wandb: Annotated[bool, typer.Option("--wandb", help="metrics to W&B as well, offline by default")] = False,
@@ -183,7 +203,7 @@ def run(
     Example: xsalab run experiments/quick.toml
     """
     from .experiment.outcome import outcome
-    from .experiment.run import default_jobs, run_lock, run_tasks, tasks
+    from .experiment.run import cannot_compile, default_jobs, run_cell, run_lock, run_tasks, tasks
     from .experiment.timing import measure_costs, measured_costs
     from .report import print_outcome, write_report
 
@@ -192,22 +212,24 @@ def run(
     with run_lock(store.folder, "experiment"):
         trackers = [name for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)) if wanted]
         every = tasks(experiment, out, trackers)
-        pending = [task for task in every if store.run(task.cell).state not in ("finished", "diverged")]
+        ended = [task for task in every if store.run(task.cell).state in ("finished", "diverged")]
+        pending = [task for task in every if task not in ended]
+        for task in ended:  # trains nothing; a run of another configuration is found before hours are spent
+            run_cell(task)
         jobs = jobs or default_jobs(max(task.config.train.threads for task in every), len(pending))
+        if any(task.config.train.compile for task in pending) and (reason := cannot_compile()):
+            notes.print(f"note: {reason}", markup=False, highlight=False)
         if pending:
             notes.print(f"{len(pending)} of {len(every)} runs to do, {jobs} at a time", highlight=False)
             with _run_progress(store, pending) as event:
                 run_tasks(pending, jobs, event)
-        for task in every:  # a finished run of another configuration is found here as well
-            if task not in pending:
-                run_tasks([task], 1, lambda cell, content: None)
         if experiment.controls.timing and not measured_costs(experiment, store):
             with _bar("timing the arms in turns", 1.0) as update:
                 measure_costs(experiment, store, out, lambda done, total: update(done / total))
         result = outcome(experiment, store)
         page = write_report(experiment, store)
     if json_:
-        print(json.dumps({**result, "report": str(page)}, ensure_ascii=False))
+        print(json.dumps({**result, "report": str(page)}, ensure_ascii=False, allow_nan=False))
     else:
         print_outcome(result, console)
         print(f"report: {page}")
@@ -279,7 +301,7 @@ def train(
 
 
 @app.command()
-def status(file: File, out: Out = OUT, json_: Json = False) -> None:
+def status(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -> None:
     """Show how far every run of an experiment is. Runs no code of the experiment's plugins.
 
     Example: xsalab status experiments/quick.toml --json
@@ -287,7 +309,7 @@ def status(file: File, out: Out = OUT, json_: Json = False) -> None:
     from .experiment.design import expand
     from .experiment.store import RunStore
 
-    experiment = _load(file, None, plugins=False)
+    experiment = _load(file, sets, plugins=False)
     store = RunStore.of(experiment, out)
     rows = [{"run": cell.name, **store.run(cell).status} for cell in expand(experiment)]
     if json_:
@@ -307,7 +329,7 @@ def status(file: File, out: Out = OUT, json_: Json = False) -> None:
 
 
 @app.command()
-def report(file: File, out: Out = OUT, json_: Json = False) -> None:
+def report(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -> None:
     """Print the verdicts and write the page again from what is stored. Runs no code of the experiment's plugins.
 
     Example: xsalab report experiments/quick.toml
@@ -316,13 +338,13 @@ def report(file: File, out: Out = OUT, json_: Json = False) -> None:
     from .experiment.store import RunStore
     from .report import print_outcome, write_report
 
-    experiment = _load(file, None, plugins=False)
+    experiment = _load(file, sets, plugins=False)
     store = RunStore.of(experiment, out)
     if not store.folder.is_dir():
         raise ValueError(f"{store.folder}: nothing was run yet; begin with: xsalab run {file}")
     result, page = outcome(experiment, store), write_report(experiment, store)
     if json_:
-        print(json.dumps({**result, "report": str(page)}, ensure_ascii=False))
+        print(json.dumps({**result, "report": str(page)}, ensure_ascii=False, allow_nan=False))
     else:
         print_outcome(result, console)
         print(f"report: {page}")
@@ -344,8 +366,10 @@ def sample(
     """
     from .eval.generate import generate, stream_text
     from .experiment.run import load_run
+    from .experiment.store import RunFolder
 
-    model, corpus, _ = load_run(folder, folder.resolve().parents[3])
+    _tell_plugins(folder, RunFolder(folder).read("config").get("plugins", {}).items())
+    model, corpus, _ = load_run(folder)
     tokenizer = corpus.tokenizer
     start = [tokenizer.bos, *tokenizer.encode([prompt])[0]]
     new = generate(model, start, tokens, temperature=temperature, top_k=top_k, seed=seed, stop=tokenizer.bos)

@@ -32,6 +32,7 @@ STYLE = """
 .fig text{fill:var(--ink)}
 .fig .small{fill:var(--muted);font-size:11.5px}
 .fig .strong{font-weight:600}
+.fig .tag{font-weight:600;paint-order:stroke;stroke:var(--panel);stroke-width:5px;stroke-linejoin:round}
 .fig .panel{fill:var(--panel)}
 .fig .band{fill:var(--band)}
 .fig .grid{stroke:var(--line);stroke-width:1}
@@ -55,7 +56,7 @@ STYLE = """
 WIDTH = 720  # user units; the picture scales with its box
 MARGIN = 18
 POINTS = 400  # drawn of a curve
-SETTLED = 0.1  # share of the steps that does not decide the vertical range: losses fall fast at first
+SETTLED = 0.25  # share of the steps that does not decide the vertical range: losses fall fast at first
 
 
 def plain_number(value: float, digits: int = 3) -> str:
@@ -191,14 +192,14 @@ def _interval_panel(title: str, rows: Sequence[Mapping[str, Any]], colours: Colo
     if margin:
         under.append(
             f'<rect class="band" x="{left:.1f}" y="{head - 8:g}" width="{right - left:.1f}" height="{y - head + 8:g}">'
-            f"<title>{_escape(f'margin: ± {plain_number(margin)} bpb')}</title></rect>"
+            f"<title>{_escape(f'margin: ± {plain_number(margin, 2)} bpb')}</title></rect>"
         )
     for tick in x.ticks():
         under.append(_line(x(tick), head - 8, x(tick), y, "zero" if tick == 0 else "grid"))
         under.append(_text(x(tick), y + 15, x.label(tick), "small", "middle"))
     under.append(_text(MARGIN, 34, "← fewer bits: better", "small"))
     under.append(_text(WIDTH - MARGIN, 34, "worse: more bits →", "small", "end"))
-    band = f"; shaded: ± margin, {plain_number(margin)}" if margin else ""
+    band = f"; shaded: ± margin, {plain_number(margin, 2)}" if margin else ""
     under.append(_text(WIDTH / 2, y + 32, f"Δ bits per byte, treatment − baseline{band}", "small", "middle"))
     return "".join(under + parts), y + 52
 
@@ -215,8 +216,8 @@ def _interval_row(row: Mapping[str, Any], x: _Scale, y: float, colour: str) -> t
     height = max(20.0, lane * (len(differences) + 1))
     verdict = row.get("verdict", {}).get("text", "")
     name = {"null": "null control", "positive": "positive control"}.get(row["kind"])
-    label = f"{name}: {row['label']}" if name else f"{row['label']} − {row['baseline']}"
-    parts = [_text(MARGIN + 8, y + 9, _shorten(label, 70), "strong")]
+    label = f"{name}: {details(row)}" if name else f"{row['label']} − {row['baseline']}"
+    parts = [_text(MARGIN + 8, y + 9, _shorten(label, 70), "tag")]
     parts.append(_text(WIDTH - MARGIN - 8, y + 9, verdict if row["kind"] != "null" else "", "small", "end"))
     y += 18
     if estimate.get("low") is not None:
@@ -240,6 +241,11 @@ def _interval_row(row: Mapping[str, Any], x: _Scale, y: float, colour: str) -> t
             f'r="4"><title>{_escape(tip)}</title></circle>'
         )
     return "".join(parts), height + 34
+
+
+def details(row: Mapping[str, Any]) -> str:
+    """What the label of a contrast adds to the arm's name: "all layers" of "xsa (all layers)"."""
+    return row["label"].removeprefix(f"{row['treatment']} (").removesuffix(")")
 
 
 def curve_plot(curves: Sequence[Curve], beta: float, colours: Colours) -> str:

@@ -34,14 +34,15 @@ NAMES = {
     CONTROL: "timing control",
 }
 READINGS = {
-    "better": "Trained the same way on the same text, {arm} predicts unseen text better than {base}: it needs fewer bits "
-    "for each byte, and the 95 % interval of the difference lies wholly below zero.",
-    "worse": "Trained the same way on the same text, {arm} predicts unseen text worse than {base}: it needs more bits "
-    "for each byte, and the 95 % interval of the difference lies wholly above zero.",
+    "better": "Trained the same way on the same text, {arm} predicts unseen text better than {base}: it needs {size} fewer "
+    "bits for each byte, and the 95 % interval of the difference lies wholly below zero.",
+    "worse": "Trained the same way on the same text, {arm} predicts unseen text worse than {base}: it needs {size} more "
+    "bits for each byte, and the 95 % interval of the difference lies wholly above zero.",
     "equivalent": "Whatever the difference between {arm} and {base} is, it is smaller than the margin of {margin} that "
     "was declared before the runs as too small to matter: the 90 % interval lies inside it.",
     "inconclusive": "These runs do not say whether {arm} is better or worse than {base}. The interval holds zero and "
-    "reaches beyond the margin of {margin}. That is not the same as “no difference”: the experiment is too small to see.",
+    "reaches beyond the margin of {margin}. That is not the same as “no difference”: the experiment is too small "
+    "to see.",
     "not decidable": "Nothing can be said about {arm} against {base}: {reason}. The numbers below are what was "
     "measured, not evidence.",
     "diverged": "At least one run of {arm} broke down while training: its loss or gradient stopped being a finite "
@@ -67,7 +68,9 @@ def write_report(experiment: Experiment, store: RunStore) -> Path:
         if rows:
             write_atomic(store.folder / name, figures.interval_svg(rows, colours))
     write_atomic(store.folder / "summary.json", json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
-    settings = dict(flat(dump(resolve(experiment, Cell(content["points"][0], content["baseline"], experiment.seeds[0])))))
+    settings = dict(
+        flat(dump(resolve(experiment, Cell(content["points"][0], content["baseline"], experiment.seeds[0]))))
+    )
     page = render(content, losses(experiment, store), settings, experiment.path.name)
     path = store.folder / "report.html"
     write_atomic(path, page)
@@ -94,11 +97,16 @@ def losses(experiment: Experiment, store: RunStore) -> Losses:
 def render(content: Mapping[str, Any], curves: Losses, settings: Mapping[str, Any], file: str) -> str:
     """The page as HTML text. settings: the baseline's resolved configuration by dotted name. file: the TOML's name."""
     environment = Environment(
-        loader=PackageLoader("xsalab", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=PackageLoader("xsalab", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {
         "bpb": bpb, "plus_minus": plus_minus, "percent": percent, "number": figures.plain_number, "ratio": ratio,
-        "seed_difference": lambda value: f"{value:+.6f}".replace("-", "−"), "bytes": byte_count, "clock": clock, "p": p_value, "setting": setting, "count": lambda value: f"{value:,}",
+        "seed_difference": seed_difference, "bytes": byte_count, "clock": clock, "p": p_value, "setting": setting,
+        "details": figures.details, "count": "{:,}".format,
     }  # fmt: skip
     colours = figures.Colours.of(content["baseline"], content["arms"])
     beta = figures.choose_beta(max((curve.steps[-1] + 1 for group in curves.values() for curve in group), default=1))
@@ -127,7 +135,7 @@ def embed(content: Mapping[str, Any]) -> Markup:
     text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)  # noqa: S704
+    return Markup(text)
 
 
 def _point(
@@ -145,7 +153,7 @@ def _point(
         null = next((other for other in rows if other["kind"] == "null"), None)
         behind = _pairs_of(of["null"], of[null["baseline"]], null["seeds"], beta) if null else []
         svg = figures.difference_plot(effect, behind, beta, colours)
-        pictures.append({"title": f"{row['treatment']} − {row['baseline']}", "svg": Markup(svg)})  # noqa: S704
+        pictures.append({"title": f"{row['treatment']} − {row['baseline']}", "svg": Markup(svg)})
     return {
         "name": point,
         "effects": [row for row in rows if row["kind"] == "effect"],
@@ -155,8 +163,8 @@ def _point(
         "levels": {level["arm"]: level for level in content["levels"] if level["point"] == point},
         "costs": {cost["arm"]: cost for cost in content["costs"].get("costs", []) if cost["point"] == point},
         "runs": {(run["arm"], run["seed"]): run for run in content["runs"] if run["point"] == point},
-        "intervals": Markup(figures.interval_plot(rows, colours)) if rows else "",  # noqa: S704
-        "curves": Markup(figures.curve_plot(shown, beta, colours)),  # noqa: S704
+        "intervals": Markup(figures.interval_plot(rows, colours)) if rows else "",
+        "curves": Markup(figures.curve_plot(shown, beta, colours)),
         "differences": pictures,
     }
 
@@ -173,8 +181,17 @@ def _reading(content: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, st
     verdict = row["verdict"]
     text = READINGS[verdict["word"]] + (BELOW_MARGIN if verdict["below_margin"] else "")
     margin = f"{percent(content['primary']['margin'], signed=False)} of the baseline's bits per byte"
-    text = text.format(arm=row["treatment"], base=row["baseline"], margin=margin, reason=verdict["reason"])
-    return {"word": verdict["word"], "text": text, "reason": verdict["reason"], "advice": verdict["advice"]}
+    relative = row["estimate"]["relative"] if "estimate" in row else None
+    size = "" if relative is None else percent(abs(relative), signed=False)
+    names = {"arm": row["treatment"], "base": row["baseline"]}
+    return {
+        "contrast": f"{row['treatment']} against {row['baseline']}",
+        "word": verdict["word"],
+        "verdict": verdict["text"],
+        "text": text.format(**names, margin=margin, reason=verdict["reason"], size=size),
+        "reason": verdict["reason"],
+        "advice": verdict["advice"],
+    }
 
 
 def _states(content: Mapping[str, Any]) -> str:
@@ -191,6 +208,11 @@ def bpb(value: float, spread: float | None = None) -> str:
     """Four to six decimals, as many as the spread deserves."""
     places = 4 if not spread else max(4, min(6, 1 - int(f"{spread:.1e}".partition("e")[2])))
     return f"{value:.{places}f}"
+
+
+def seed_difference(value: float) -> str:
+    """ "−0.003100": six decimals for every seed, so that a column can be read down."""
+    return f"{value:+.6f}".replace("-", "−")
 
 
 def percent(share: float, digits: int = 2, signed: bool = True) -> str:

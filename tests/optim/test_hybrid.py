@@ -262,10 +262,10 @@ def test_steps_repeat_to_the_bit() -> None:
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
-# torch.optim.Muon iterates in bfloat16. Its products and ours round in another order, and five steps multiply
-# that by 3.44⁵ at most where a singular value is small: the updates, of entries of about 1/√n, differ by 1e-2
-# at the worst and the weights by that times the rate of 0.02 and five steps.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-3), (torch.float32, 1e-3)], ids=str)
+# torch.optim.Muon iterates in bfloat16. Measured after five steps: with our iteration in bfloat16 the weights are
+# the same to the bit (the same products in the same order), in float32 they are 7e-4 apart, which is the rounding of
+# the bfloat16 iteration (entries of about 0.2, off by 1 %) times the rate of 0.02, √3 for the tall one, and 5 steps.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-4), (torch.float32, 2e-3)], ids=str)
 @pytest.mark.parametrize("shape", [(24, 24), (48, 16), (16, 48)], ids=str)
 def test_plain_muon_is_torchs(shape: tuple[int, int], dtype: torch.dtype, tolerance: float) -> None:
     ours, theirs = Matrices(shape, shape), Matrices(shape, shape)

@@ -46,14 +46,27 @@ def evaluation_documents(corpus: Corpus, max_bytes: int) -> tuple[TokenDocument,
     return tuple(chosen)
 
 
+def check_evaluation(corpus: Corpus, config: EvalConfig, context: int) -> None:
+    """Raises ValueError, before anything is trained, where there would be nothing to score."""
+    if config.packing == "nanochat" and not len(_packed(corpus, config, context)):
+        raise ValueError(
+            f"eval.packing = 'nanochat': {config.max_bytes:,} bytes of validation text fill no row of {context + 1} "
+            "tokens; raise eval.max_bytes, give more validation text, or use 'documents'"
+        )
+
+
+def _packed(corpus: Corpus, config: EvalConfig, context: int) -> np.ndarray:
+    documents = evaluation_documents(corpus, config.max_bytes)
+    return nanochat_rows([document.tokens for document in documents], corpus.tokenizer.bos, context + 1)
+
+
 def evaluate(model: GPT, corpus: Corpus, config: EvalConfig) -> list[ItemScore]:
     """One row a document (nats, bytes), or one a packed row with packing = "nanochat"."""
-    documents = evaluation_documents(corpus, config.max_bytes)
     tokenizer, context = corpus.tokenizer, model.config.context
     sizes = tokenizer.bytes_per_token()
     if config.packing == "nanochat":
-        rows = nanochat_rows([document.tokens for document in documents], tokenizer.bos, context + 1)
-        return row_bits_per_byte(model, np.asarray(rows), sizes, config.batch_rows)
+        return row_bits_per_byte(model, _packed(corpus, config, context), sizes, config.batch_rows)
+    documents = evaluation_documents(corpus, config.max_bytes)
     return bits_per_byte(
         model, documents, bos=tokenizer.bos, bytes_per_token=sizes, context=context,
         stride=config.stride or None, batch_rows=config.batch_rows,

@@ -178,7 +178,7 @@ def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool =
     experiment = Experiment(
         name, seeds, baseline, primary, controls,
         {section: _table(tables, section, path) for section in SECTIONS},
-        points, arms, tuple(cast(list[str], plugins)), path, path.read_text(encoding="utf-8"),
+        points, arms, tuple(cast(list[str], plugins)), path, _with_sets(path.read_text(encoding="utf-8"), sets),
     )  # fmt: skip
     contrasts(experiment)
     for cell in expand(experiment):
@@ -198,13 +198,19 @@ def _check_sizes(run: RunConfig, where: str, null: bool) -> None:
         raise ValueError(f"{where}: {error}") from None
     if null and rows < LEAST_ROWS:
         raise ValueError(
-            f"{where}: train.batch_tokens = {run.train.batch_tokens} is {rows} rows of context = {run.model.context}, too "
-            f"few to permute for the null control: use {LEAST_ROWS * run.model.context} or more, or controls.null = false"
+            f"{where}: train.batch_tokens = {run.train.batch_tokens} is {rows} rows of context = {run.model.context}, "
+            f"too few to permute for the null control: use {LEAST_ROWS * run.model.context} or more, "
+            "or controls.null = false"
         )
     if run.eval.stride > run.model.context:
         raise ValueError(
             f"{where}: eval.stride = {run.eval.stride}: use 1 to context = {run.model.context}, or 0 for half of it"
         )
+
+
+def _with_sets(text: str, sets: Sequence[str]) -> str:
+    """The file's text, and what the command line set on top of it as comments."""
+    return text + "".join(f"\n# with --set {assignment!r}" for assignment in sets)
 
 
 @config

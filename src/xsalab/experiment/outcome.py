@@ -257,16 +257,17 @@ def _warnings(content: Mapping[str, Any]) -> list[str]:
     """What a reader must know before believing the table."""
     found = []
     for row in content["contrasts"]:
+        where = f"{row['point']}: " if len(content["points"]) > 1 else ""
         verdict = row.get("verdict", {}).get("word")
         if row["kind"] == "positive" and verdict is not None and verdict != "worse":
             found.append(
-                f"{row['point']}: the positive control came out {verdict}, not worse: this experiment is too small "
+                f"{where}the positive control came out {verdict}, not worse: this experiment is too small "
                 "to find a change that is known to hurt, and its other verdicts say little"
             )
         if row["unfinished"]:
-            found.append(f"{row['point']}: {row['treatment']}: seeds {row['unfinished']} are not finished")
+            found.append(f"{where}{row['treatment']}: seeds {row['unfinished']} are not finished")
         if row["diverged_baseline"]:
-            found.append(f"{row['point']}: the baseline {row['baseline']} diverged at seeds {row['diverged_baseline']}")
+            found.append(f"{where}the baseline {row['baseline']} diverged at seeds {row['diverged_baseline']}")
     if content["twin"] is False:
         found.append(
             "the twin differs: one cell run twice does not agree to the bit, this machine is not deterministic"

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 
 from ..stats import PairTable
-from .design import Cell, Contrast, Experiment, config_differences, declared_factors, undeclared
+from .design import (
+    Cell,
+    Contrast,
+    Experiment,
+    as_tables,
+    config_differences,
+    declared_factors,
+    resolve,
+    undeclared,
+)
 from .store import RunFolder, RunStore
 
 # What else a declared factor changes by its nature: fingerprint entry -> factors that explain it.
@@ -29,13 +38,15 @@ EXPLAINS: dict[str, tuple[str, ...]] = {
 
 
 def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted name -> both values, over two fingerprints. Of the starts, the parameters that both have."""
+    """Dotted name -> both values, over two fingerprints. Of starts and plugins, the names that both have."""
     found = config_differences(a["config"], b["config"])
-    rest = {key: {k: v for k, v in side.items() if k not in ("config", "start")} for key, side in (("a", a), ("b", b))}
+    apart = ("config", "start", "plugins")
+    rest = {key: {k: v for k, v in side.items() if k not in apart} for key, side in (("a", a), ("b", b))}
     found |= config_differences(rest["a"], rest["b"])
-    for name in sorted(a["start"].keys() & b["start"].keys()):
-        if a["start"][name] != b["start"][name]:
-            found[f"start.{name}"] = (a["start"][name], b["start"][name])
+    for part in ("start", "plugins"):
+        for name in sorted(a[part].keys() & b[part].keys()):
+            if a[part][name] != b[part][name]:
+                found[f"{part}.{name}"] = (a[part][name], b[part][name])
     return found
 
 
@@ -79,19 +90,24 @@ class PairSet:
 def pairs(experiment: Experiment, store: RunStore, contrast: Contrast) -> PairSet:
     """Joins the runs of a contrast on (point, seed) and document.
 
-    Raises ValueError where two runs that stand as partners are no pair, naming the field, or where they
-    were scored on different documents.
+    Raises ValueError where a run is of another configuration or plugin than the others of its arm, where two
+    runs that stand as partners are no pair, naming the field, or where they were scored on different documents.
     """
     factors = declared_factors(experiment, contrast.treatment, contrast.baseline)
     seeds: list[int] = []
     rows: list[tuple[dict[str, tuple[float, float]], dict[str, tuple[float, float]]]] = []
     lost: dict[str, list[int]] = {"unfinished": [], "treatment": [], "baseline": []}
     differs: dict[str, tuple[Any, Any]] = {}
+    code: dict[str, str] = {}
     for seed in experiment.seeds:
         treatment, baseline = (
             store.run(Cell(contrast.point, arm, seed)) for arm in (contrast.treatment, contrast.baseline)
         )
         states = treatment.state, baseline.state
+        for run, arm, state in zip((treatment, baseline), (contrast.treatment, contrast.baseline), states, strict=True):
+            if state in ("finished", "diverged"):
+                check_run(run, as_tables(resolve(experiment, Cell(contrast.point, arm, seed))))
+                check_code(run, code)
         if "diverged" in states:
             lost["treatment" if states[0] == "diverged" else "baseline"].append(seed)
             continue
@@ -111,6 +127,25 @@ def pairs(experiment: Experiment, store: RunStore, contrast: Contrast) -> PairSe
         tuple(lost["baseline"]),
         differs,
     )
+
+
+def check_run(run: RunFolder, expected: Mapping[str, Any]) -> None:
+    """ValueError where a run is of another configuration than the experiment says: it would be pooled in its name."""
+    if found := config_differences(run.read("fingerprint")["config"], expected):
+        raise ValueError(
+            f"{run.path}: holds a run of another configuration: {describe(found)}. "
+            "Give the experiment as it was run (--set too), or delete that folder and run it again"
+        )
+
+
+def check_code(run: RunFolder, code: dict[str, str]) -> None:
+    """ValueError where a plugin's text is not that of the runs before, which ``code`` collects by file name."""
+    for name, text in run.read("fingerprint")["plugins"].items():
+        if code.setdefault(name, text) != text:
+            raise ValueError(
+                f"{run.path}: trained with another text of plugin {name} (SHA-256 {text} against {code[name]}). "
+                "Delete the older runs' folders and run them again"
+            )
 
 
 def check_pair(treatment: RunFolder, baseline: RunFolder, factors: Sequence[str]) -> dict[str, tuple[Any, Any]]:

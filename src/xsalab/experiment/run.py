@@ -10,15 +10,18 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import math
 import multiprocessing
 import os
 import queue
 import shutil
+import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -28,16 +31,25 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors.torch import save as safetensors_bytes
 
-from ..config import digest, dump
+from ..config import build, digest, dump
 from ..data import Batch, Corpus, DataConfig, Rows, batch_at, prepare
 from ..eval.bits_per_byte import total_bpb
-from ..eval.validation import EvalConfig, evaluate, evaluation_documents
+from ..eval.validation import EvalConfig, check_evaluation, evaluate, evaluation_documents
 from ..model import GPT, ModelConfig, VariantChoice, count_parameters, init_weights
 from ..model.causality import check_causality
+from ..model.variant import VARIANTS
 from ..optim import Hybrid, effective_rates
 from ..optim.hybrid import Rates
 from ..train import Diverged, Hook, StepMetrics, TrainState, train
-from ..train.checkpoint import load_checkpoint, load_model, model_tensors, save_checkpoint, save_tensors, write_atomic
+from ..train.checkpoint import (
+    load_checkpoint,
+    load_model,
+    make_folder,
+    model_tensors,
+    save_checkpoint,
+    save_tensors,
+    write_atomic,
+)
 from ..train.loop import DTYPES, fast_bfloat16
 from .design import Cell, Experiment, RunConfig, config_differences, declared_factors, expand, resolve
 from .environment import code_digest, environment
@@ -46,6 +58,8 @@ from .store import MetricsLog, RunFolder, RunStore
 from .trackers import TRACKERS
 
 Event = Callable[[Cell, dict[str, Any]], None]
+PLUGIN = "xsalab_plugin_"  # begins the module name of a plugin
+LOCK_WAIT = 5.0  # seconds: as long as the workers of a killed parent need to end
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,8 @@ def read_plugins(experiment_path: Path, names: Sequence[str]) -> tuple[tuple[str
             found.append((name, path.read_text(encoding="utf-8")))
         except OSError as error:
             raise ValueError(f"{experiment_path}: plugins: {path}: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{experiment_path}: plugins: {path}: not UTF-8 (byte {error.start})") from None
     return tuple(found)
 
 
@@ -85,7 +101,7 @@ def import_plugins(plugins: Sequence[tuple[str, str]]) -> None:
 @lru_cache(maxsize=64)
 def _import_plugin(name: str, text: str) -> None:
     module = importlib.util.module_from_spec(
-        importlib.util.spec_from_loader(f"xsalab_plugin_{Path(name).stem}", loader=None)  # pyright: ignore
+        importlib.util.spec_from_loader(PLUGIN + Path(name).stem, loader=None)  # pyright: ignore
     )
     sys.modules[module.__name__] = module
     try:
@@ -134,34 +150,33 @@ def scaling_parameters(model: ModelConfig) -> int:
 
 def build_state(config: RunConfig) -> TrainState:
     """A model with the first weights of its seed, on its device, and its optimizer."""
+    if config.train.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("train.device = 'cuda': torch finds no CUDA device here; use 'cpu'")
     dtype = DTYPES[compute_dtype(config)]
     model = GPT(config.model, config.variant, dtype=dtype, kernel=config.train.attention)
     init_weights(model, config.seed)
     model.to(config.train.device)
     state = TrainState(model, Hybrid(model, config.optim, rates_of(config), dtype))
-    if config.train.compile:
+    if config.train.compile and not cannot_compile():
         state.token_nats = compiled_nats(model)
     return state
 
 
 def compiled_nats(model: GPT) -> Callable[..., torch.Tensor]:
-    """model.token_nats with its trunk compiled for fixed shapes. ValueError-free: the caller asked can_compile."""
+    """model.token_nats with its trunk compiled for fixed shapes; the head works in blocks of its own."""
     hidden = torch.compile(model.hidden, dynamic=False, fullgraph=True)
-
-    def nats(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return model.nats_of_hidden(hidden(tokens), targets)
-
-    return nats
+    return lambda tokens, targets: model.nats_of_hidden(hidden(tokens), targets)
 
 
-def can_compile() -> str:
-    """Empty where torch.compile can work on this machine, else the reason in one line."""
+@lru_cache(maxsize=1)
+def cannot_compile() -> str:
+    """Empty where torch.compile can work on this machine, else why not, in one line."""
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
         get_cpp_compiler()
-    except Exception as error:  # torch raises its own kinds for "no compiler"
-        return f"no C++ compiler ({type(error).__name__}); training runs uncompiled"
+    except Exception as error:  # torch raises kinds of its own for "no compiler"
+        return f"no C++ compiler is installed ({type(error).__name__}): training runs uncompiled"
     return ""
 
 
@@ -225,7 +240,12 @@ def fingerprint(
         "evaluation": digest([[document.id, document.bytes] for document in documents]),
         "environment": environment(config.train, compute_dtype(config), state.token_nats is not None),
         "code": code_digest(),
-        "plugins": {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in plugins},
+        # Of a variant from a plugin: a plugin that another arm needs is nothing to the arms without it.
+        "plugins": {
+            name: hashlib.sha256(text.encode()).hexdigest()[:16]
+            for name, text in plugins
+            if VARIANTS[config.variant.name].__module__.startswith(PLUGIN)
+        },
     }
 
 
@@ -245,12 +265,13 @@ def state_digest(state: TrainState) -> str:
 class _Checkpoints(Hook):
     """Saves every ``every`` steps and at the end, before anything else happens at that step."""
 
-    def __init__(self, folder: Path, every: int, steps: int, saved_at: int) -> None:
-        self.folder, self.every, self.steps, self.saved_at = folder, every, steps, saved_at
+    def __init__(self, folder: Path, log: MetricsLog, every: int, steps: int, saved_at: int) -> None:
+        self.folder, self.log, self.every, self.steps, self.saved_at = folder, log, every, steps, saved_at
 
     def before_step(self, state: TrainState) -> None:
         due = state.step == self.steps or (state.step and state.step % self.every == 0)
         if due and state.step != self.saved_at:
+            self.log.sync()
             save_checkpoint(self.folder, state, {})
             self.saved_at = state.step
 
@@ -307,7 +328,7 @@ def run_cell(task: RunTask, event: Event = lambda cell, content: None) -> str:
     seed does not match, or the variant looks at future tokens; nothing is trained then.
     """
     config, folder = task.config, RunFolder(task.folder)
-    folder.path.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.path)
     with run_lock(folder.path):
         tables = dump(config)
         known = folder.read("config").get("config")
@@ -316,6 +337,10 @@ def run_cell(task: RunTask, event: Event = lambda cell, content: None) -> str:
                 f"{folder.path}: holds a run of another configuration: {describe(found)}. "
                 "Give the experiment another name, or delete that folder"
             )
+        for left in folder.path.glob(".*.tmp"):  # of a process that was killed while it wrote
+            left.unlink()
+        if folder.state == "finished":
+            shutil.rmtree(folder.path / "checkpoints", ignore_errors=True)
         if folder.state in ("finished", "diverged"):
             return folder.state
         begin = time.perf_counter()
@@ -324,6 +349,8 @@ def run_cell(task: RunTask, event: Event = lambda cell, content: None) -> str:
         corpus = open_corpus(config.data, config.model.vocab_size, task.home)
         config.train.batch_rows(config.model.context)
         check_causality_once(config.model, config.variant)
+        if config.train.compile:
+            torch._dynamo.reset()  # every run compiles a model of its own; torch gives up after eight
         state = build_state(config)
         own = fingerprint(config, state, corpus, task.plugins)
         for partner, factors in task.partners:
@@ -357,7 +384,7 @@ def _train_and_evaluate(
     log = MetricsLog(folder.path / "metrics.jsonl")
     validation = _Validation(log, corpus, config.eval, steps)
     hooks: list[Hook] = [
-        _Checkpoints(checkpoints, config.train.checkpoint_steps, steps, resumed),
+        _Checkpoints(checkpoints, log, config.train.checkpoint_steps, steps, resumed),
         validation,
         _Metrics(log),
         _Report(task.cell, steps, event),
@@ -369,30 +396,24 @@ def _train_and_evaluate(
             state, batches(config, corpus.rows(config.model.context)), config.optim.schedule_over(steps),
             micro_rows=config.train.micro_rows, clip=config.optim.clip, hooks=hooks,
         )  # fmt: skip
+        if not all(math.isfinite(score.value) for score in validation.scores):
+            return _diverged(folder, status, steps, f"step {steps}: the validation loss is not finite")
+        folder.write_scores(validation.scores)
+        save_tensors(model_tensors(state), folder.path / "model.safetensors")
+        folder.finish_metrics()
     except Diverged as error:
-        log.write({**vars(error.metrics), "loss": None, "grad_norm": None, "diverged": True})
-        log.close()
+        log.write({**vars(error.metrics), "diverged": True})
         save_checkpoint(checkpoints, state, {"diverged": str(error)})
-        folder.finish_metrics()
-        folder.write("status", {**status, "state": "diverged", "step": state.step, "message": str(error)})
-        return "diverged"
+        return _diverged(folder, status, state.step, str(error))
     except Exception as error:
-        log.close()
-        folder.write("status", {**status, "state": "failed", "step": state.step, "message": str(error)})
+        with suppress(OSError):  # a full disk refuses this as well, and the first error is the one to tell
+            folder.write("status", {**status, "state": "failed", "step": state.step, "message": str(error)})
         raise
-    log.close()
-    if not all(torch.isfinite(torch.tensor([score.value for score in validation.scores]))):
-        message = f"step {steps}: the validation loss is not finite"
-        folder.finish_metrics()
-        folder.write("status", {**status, "state": "diverged", "step": steps, "message": message})
-        return "diverged"
-    folder.write_scores(validation.scores)
-    save_tensors(model_tensors(state), folder.path / "model.safetensors")
-    folder.finish_metrics()
-    end = time.perf_counter()
+    finally:
+        log.close()
     seconds = {
         "start": ready - begin,
-        "training": end - ready - validation.seconds,
+        "training": time.perf_counter() - ready - validation.seconds,
         "evaluation": validation.seconds,
     }
     folder.write(
@@ -404,6 +425,13 @@ def _train_and_evaluate(
     )  # fmt: skip
     shutil.rmtree(checkpoints, ignore_errors=True)
     return "finished"
+
+
+def _diverged(folder: RunFolder, status: Mapping[str, Any], step: int, message: str) -> str:
+    """Ends a run that broke down; its checkpoints stay for inspection."""
+    folder.finish_metrics()
+    folder.write("status", {**status, "state": "diverged", "step": step, "message": message})
+    return "diverged"
 
 
 _CHECKED: set[str] = set()
@@ -422,7 +450,7 @@ def run_lock(folder: Path, what: str = "run") -> Iterator[None]:
     """Holds a folder for this process. ValueError where another process has it."""
     lock = FileLock(folder / ".lock")
     try:
-        lock.acquire(timeout=5 if what == "run" else 0)
+        lock.acquire(timeout=LOCK_WAIT if what == "run" else 0)
     except Timeout:
         raise ValueError(f"{folder}: another process works on this {what}; wait for it or stop it") from None
     try:
@@ -431,26 +459,31 @@ def run_lock(folder: Path, what: str = "run") -> Iterator[None]:
         lock.release()
 
 
-def load_run(folder: Path, home: Path) -> tuple[GPT, Corpus, RunConfig]:
-    """The trained model of a finished run, its corpus and its configuration."""
-    from ..config import build
+def load_run(folder: Path) -> tuple[GPT, Corpus, RunConfig]:
+    """The trained model of a finished run OUT/experiments/NAME/runs/RUN, its corpus and its configuration.
 
+    Executes the plugins that are stored with the run. The model lies on the device that it was trained on,
+    or on the CPU where there is none.
+    """
     run = RunFolder(folder)
     stored = run.read("config")
-    if not stored:
+    if not stored or len(folder.resolve().parents) < 4:
         raise ValueError(
             f"{folder}: no run here (config.json is missing); give a folder under out/experiments/NAME/runs"
         )
-    import_plugins(tuple(stored["plugins"].items()))
-    config = build(RunConfig, stored["config"], str(folder / "config.json"))
     weights = folder / "model.safetensors"
     if not weights.is_file():
         raise ValueError(f"{folder}: not finished ({run.state}); its weights are written when it ends")
-    state = build_state(dataclasses.replace(config, train=dataclasses.replace(config.train, compile=False)))
+    import_plugins(tuple(stored["plugins"].items()))
+    config = build(RunConfig, stored["config"], str(folder / "config.json"))
+    device = config.train.device if torch.cuda.is_available() else "cpu"
+    state = build_state(
+        dataclasses.replace(config, train=dataclasses.replace(config.train, compile=False, device=device))
+    )
     with torch.no_grad():
         load_model(weights, state)
     state.model.set_progress(1.0)
-    return state.model, open_corpus(config.data, config.model.vocab_size, home), config
+    return state.model, open_corpus(config.data, config.model.vocab_size, folder.resolve().parents[3]), config
 
 
 # ------------------------------------------------------------------------------------------ all runs
@@ -524,7 +557,7 @@ def run_tasks(pending: Sequence[RunTask], jobs: int, event: Event) -> dict[Cell,
                     ) from None
                 continue
             if content["kind"] == "error":
-                raise ValueError(content["message"]) if content["expected"] else RuntimeError(content["message"])
+                raise content["error"]
             event(cell, content)
             if content["kind"] == "end":
                 states[cell] = content["state"]
@@ -543,21 +576,24 @@ def _worker(inbox: Any, outbox: Any, index: int) -> None:
         threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     if torch.cuda.is_available():
         torch.cuda.set_device(index % torch.cuda.device_count())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, which ends its workers
     while (task := inbox.get()) is not None:
         outbox.put((task.cell, {"kind": "start"}))
         try:
             state = run_cell(task, lambda cell, content: outbox.put((cell, content)))
         except BaseException as error:
-            expected = isinstance(error, (ValueError, OSError))
-            if not expected:
-                import traceback
-
-                message = traceback.format_exc()
-            else:
-                message = str(error)
-            outbox.put((task.cell, {"kind": "error", "message": message, "expected": expected}))
+            outbox.put((task.cell, {"kind": "error", "error": _portable(error)}))
             return
         outbox.put((task.cell, {"kind": "end", "state": state}))
+
+
+def _portable(error: BaseException) -> Exception:
+    """An error as it can travel to the parent: a user's mistake as such, a fault of ours with its traceback."""
+    if isinstance(error, OSError):
+        return OSError(error.errno, error.strerror, error.filename) if error.filename else OSError(str(error))
+    if isinstance(error, ValueError):
+        return ValueError(str(error))
+    return RuntimeError("".join(traceback.format_exception(error)))
 
 
 def begin_experiment(
@@ -565,7 +601,7 @@ def begin_experiment(
 ) -> tuple[RunStore, list[Corpus]]:
     """Makes the experiment's folder with its TOML, and prepares the corpora that its cells need."""
     store = RunStore.of(experiment, out)
-    store.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(store.folder)
     write_atomic(store.folder / "experiment.toml", experiment.text)
     configs = [resolve(experiment, cell) for cell in expand(experiment)]
     needed = {digest([dump(run.data), run.model.vocab_size]): run for run in configs}
@@ -578,7 +614,11 @@ def begin_experiment(
         rows = {context: corpus.rows(context) for context in contexts}
         for c in users:  # whether there are rows enough for a batch is known now, not when the run starts
             context = c.model.context
-            batch_at(rows[context], seed=0, step=0, batch_rows=c.train.batch_rows(context))
+            try:
+                batch_at(rows[context], seed=0, step=0, batch_rows=c.train.batch_rows(context))
+            except ValueError as error:
+                raise ValueError(f"{experiment.path}: train.batch_tokens = {c.train.batch_tokens}: {error}") from None
+            check_evaluation(corpus, c.eval, context)
         packed.append({"folder": corpus.folder.name, "manifest": corpus.manifest, "contexts": contexts})
         corpora.append(corpus)
     write_atomic(store.folder / "corpora.json", json.dumps(packed, indent=1, ensure_ascii=False))

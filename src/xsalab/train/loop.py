@@ -191,6 +191,7 @@ def train(
     """
     try:
         while True:
+            state.model.set_progress(state.step / schedule.steps)  # a validation sees this step's schedule as well
             for hook in hooks:
                 hook.before_step(state)
             if state.step >= schedule.steps:
