@@ -35,6 +35,12 @@ def corpus_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus") / "texts")
 
 
+@pytest.fixture(scope="session")
+def few_texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """So little text that a tiny run passes over it several times."""
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "few", documents=12, seed=1)
+
+
 TINY: dict[str, Any] = {
     "seeds": [0, 1],
     "data": {"validation_fraction": 0.15},

@@ -137,7 +137,7 @@ def test_differences_show_the_seeds_the_mean_and_the_null_behind() -> None:
     null = [Curve("null", 0, [0, 1, 2], [0.0, 0.01, -0.01])]
     drawn = [title(path) for path in marks(difference_plot(pairs, null, 0.5, COLOURS), "path")]
     assert drawn == [
-        "null control, seed 0", "null control: mean of 1 pairs", "xsa, seed 0", "xsa, seed 1", "xsa: mean of 2 pairs",
+        "null control, seed 0", "null control: mean of 1 pair", "xsa, seed 0", "xsa, seed 1", "xsa: mean of 2 pairs",
     ]  # fmt: skip
 
 

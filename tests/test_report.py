@@ -168,10 +168,15 @@ CASES: dict[str, tuple[str, Change]] = {
 }
 
 
-@pytest.fixture(params=CASES, ids=lambda name: name.replace(" ", "-"))
-def case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Experiment, RunStore]:
+@pytest.fixture(params=CASES, ids=lambda name: name.replace(" ", "-"), scope="module")
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, RunStore]:
     toml, change = CASES[request.param]
-    return fake(tmp_path, toml, change)
+    return fake(tmp_path_factory.mktemp("case"), toml, change)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Experiment, RunStore]:
+    return fake(tmp_path_factory.mktemp("whole"))
 
 
 def test_any_experiment_makes_a_page_without_nan(case: tuple[Experiment, RunStore]) -> None:
@@ -200,9 +205,9 @@ def test_any_experiment_prints_in_80_columns(case: tuple[Experiment, RunStore]) 
                 assert plus_minus(row["estimate"]["mean"], None)[:4].replace("−", sign) in text
 
 
-def test_every_seed_is_on_the_page_and_none_is_best(tmp_path: Path) -> None:
+def test_every_seed_is_on_the_page_and_none_is_best(whole: tuple[Experiment, RunStore]) -> None:
     """F053: mean, spread and all values; no best one."""
-    experiment, store = fake(tmp_path)
+    experiment, store = whole
     page, content = page_of(experiment, store), outcome(experiment, store)
     for run in content["runs"]:
         assert f"{run['val_bpb']:.6f}" in page.visible
@@ -214,14 +219,16 @@ def test_every_seed_is_on_the_page_and_none_is_best(tmp_path: Path) -> None:
     assert not re.search(r"\bbest\b", page.visible)
 
 
-def test_the_page_says_what_the_outcome_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_says_what_the_outcome_says(
+    whole: tuple[Experiment, RunStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
     cost = {"point": "base", "arm": "xsa", "ratio": 1.0234, "low": 1.011, "high": 1.0345, "seconds": 0.06,
             "saved_bytes": 15220012, "saved_ratio": 1.0357}  # fmt: skip
     base = {"baseline_seconds": 0.0655, "baseline_saved_bytes": 14695724}
     costs = {"rounds": 8, "load": 1.4, "busy": True, "costs": [cost, {**cost, "arm": "timing control", "ratio": 0.987}],
              "points": {"base": base}}  # fmt: skip
     monkeypatch.setattr(outcome_module, "measured_costs", lambda experiment, store: costs)
-    experiment, store = fake(tmp_path)
+    experiment, store = whole
     page, content = page_of(experiment, store), outcome(experiment, store)
     for text in (*content["headline"], *content["warnings"], "× 1.023", "1.011 to 1.034", "× 1.036", "× 0.987"):
         assert text in page.visible
@@ -272,9 +279,9 @@ def test_embedded_json_escapes_what_html_and_javascript_read() -> None:
     assert json.loads(text) == {"a": "<>&\u2028\u2029</script>"}
 
 
-def test_the_page_needs_nothing_from_outside(tmp_path: Path) -> None:
+def test_the_page_needs_nothing_from_outside(whole: tuple[Experiment, RunStore]) -> None:
     """One file, UTF-8 declared first (F159), and a policy under which no script and no request runs."""
-    page = page_of(*fake(tmp_path))
+    page = page_of(*whole)
     metas = [attributes for tag, attributes in page.tags if tag == "meta"]
     assert metas[0] == {"charset": "utf-8"}
     policy = next(meta["content"] for meta in metas if meta.get("http-equiv") == "Content-Security-Policy")
@@ -306,7 +313,8 @@ def test_warnings_stand_before_the_first_table(tmp_path: Path) -> None:
 def test_an_inconclusive_verdict_comes_with_advice(tmp_path: Path) -> None:
     experiment, store = fake(tmp_path, TOML.replace(SEEDS, "seeds = [0, 1, 2]"))
     content = outcome(experiment, store)
-    undecided = [row["verdict"] for row in content["contrasts"] if row["verdict"]["word"] == "inconclusive"]
+    effects = [row["verdict"] for row in content["contrasts"] if row["kind"] == "effect"]
+    undecided = [verdict for verdict in effects if verdict["word"] == "inconclusive"]
     assert undecided, "the small example is meant to be undecided"
     page = page_of(experiment, store)
     assert all(verdict["advice"] in page.visible for verdict in undecided if verdict["advice"])
@@ -328,8 +336,8 @@ def test_two_digits_of_the_half_width_decide_the_digits(mean: float, half: float
     assert plus_minus(mean, half) == text
 
 
-def test_a_script_reads_one_line_a_sentence(tmp_path: Path) -> None:
-    content = outcome(*fake(tmp_path))
+def test_a_script_reads_one_line_a_sentence(whole: tuple[Experiment, RunStore]) -> None:
+    content = outcome(*whole)
     file = io.StringIO()
     print_outcome(content, Console(file=file, width=80))
     lines = file.getvalue().splitlines()

@@ -222,7 +222,8 @@ def _interval_row(row: Mapping[str, Any], x: _Scale, y: float, colour: str) -> t
     y += 18
     if estimate.get("low") is not None:
         low, high = x(estimate["low"]), x(estimate["high"])
-        tip = f"{estimate['confidence']:.0%} interval: {plain_number(estimate['low'])} to {plain_number(estimate['high'])}"
+        ends = f"{plain_number(estimate['low'])} to {plain_number(estimate['high'])}"
+        tip = f"{100 * estimate['confidence']:.0f} % interval: {ends}"
         parts.append(
             f'<rect class="bar f-{colour}" x="{low:.1f}" y="{y:.1f}" width="{max(high - low, 1):.1f}" '
             f'height="{height:.1f}" rx="3"><title>{_escape(tip)}</title></rect>'
@@ -234,11 +235,12 @@ def _interval_row(row: Mapping[str, Any], x: _Scale, y: float, colour: str) -> t
         parts.append(
             _text(WIDTH / 2, y + 14, "no finished pair yet" if not verdict else "no finished pair", "small", "middle")
         )
+    first = y + (height - lane * (len(differences) - 1)) / 2
     for i, (seed, value) in enumerate(zip(row["seeds"], differences, strict=True)):
         tip = f"seed {seed}: {plain_number(value)} bpb"
         parts.append(
-            f'<circle class="dot f-{colour}" cx="{x(value):.1f}" cy="{y + (height - lane * (len(differences) - 1)) / 2 + lane * i:.1f}" '
-            f'r="4"><title>{_escape(tip)}</title></circle>'
+            f'<circle class="dot f-{colour}" cx="{x(value):.1f}" cy="{first + lane * i:.1f}" r="4">'
+            f"<title>{_escape(tip)}</title></circle>"
         )
     return "".join(parts), height + 34
 
@@ -278,7 +280,9 @@ def difference_plot(effect: Sequence[Curve], null: Sequence[Curve], beta: float,
         arm, colour = curves[0].arm, colours[curves[0].arm]
         lines += [(_thin(curve), f"thin s-{colour}", f"{name or arm}, seed {curve.seed}") for curve in curves]
         mean = mean_curve(curves)
-        lines.append((_thin(mean), f"thick s-{colour}", f"{name or arm}: mean of {len(curves)} pairs"))
+        lines.append(
+            (_thin(mean), f"thick s-{colour}", f"{name or arm}: mean of {len(curves)} pair{'s' * (len(curves) > 1)}")
+        )
         legend.insert(0, (f"{name or arm}: mean thick, seeds thin", f"s-{colour}"))
     return _line_chart(lines, legend, "Δ training loss, nats per token: below 0 is better", _smoothing(beta), zero=True)
 

@@ -10,10 +10,11 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
@@ -34,10 +35,10 @@ NAMES = {
     CONTROL: "timing control",
 }
 READINGS = {
-    "better": "Trained the same way on the same text, {arm} predicts unseen text better than {base}: it needs {size} fewer "
-    "bits for each byte, and the 95 % interval of the difference lies wholly below zero.",
-    "worse": "Trained the same way on the same text, {arm} predicts unseen text worse than {base}: it needs {size} more "
-    "bits for each byte, and the 95 % interval of the difference lies wholly above zero.",
+    "better": "Trained the same way on the same text, {arm} predicts unseen text better than {base}: it needs {size} "
+    "fewer bits for each byte, and the 95 % interval of the difference lies wholly below zero.",
+    "worse": "Trained the same way on the same text, {arm} predicts unseen text worse than {base}: it needs {size} "
+    "more bits for each byte, and the 95 % interval of the difference lies wholly above zero.",
     "equivalent": "Whatever the difference between {arm} and {base} is, it is smaller than the margin of {margin} that "
     "was declared before the runs as too small to matter: the 90 % interval lies inside it.",
     "inconclusive": "These runs do not say whether {arm} is better or worse than {base}. The interval holds zero and "
@@ -94,8 +95,8 @@ def losses(experiment: Experiment, store: RunStore) -> Losses:
     return found
 
 
-def render(content: Mapping[str, Any], curves: Losses, settings: Mapping[str, Any], file: str) -> str:
-    """The page as HTML text. settings: the baseline's resolved configuration by dotted name. file: the TOML's name."""
+@lru_cache(maxsize=1)
+def _template() -> Template:
     environment = Environment(
         loader=PackageLoader("xsalab", "."),
         autoescape=True,
@@ -108,9 +109,14 @@ def render(content: Mapping[str, Any], curves: Losses, settings: Mapping[str, An
         "seed_difference": seed_difference, "bytes": byte_count, "clock": clock, "p": p_value, "setting": setting,
         "details": figures.details, "count": "{:,}".format,
     }  # fmt: skip
+    return environment.get_template("page.html.j2")
+
+
+def render(content: Mapping[str, Any], curves: Losses, settings: Mapping[str, Any], file: str) -> str:
+    """The page as HTML text. settings: the baseline's resolved configuration by dotted name. file: the TOML's name."""
     colours = figures.Colours.of(content["baseline"], content["arms"])
     beta = figures.choose_beta(max((curve.steps[-1] + 1 for group in curves.values() for curve in group), default=1))
-    return environment.get_template("page.html.j2").render(
+    return _template().render(
         o=content,
         version=__version__,
         file=file,
@@ -180,7 +186,7 @@ def _reading(content: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, st
     """The verdict word in plain words, with what would help."""
     verdict = row["verdict"]
     text = READINGS[verdict["word"]] + (BELOW_MARGIN if verdict["below_margin"] else "")
-    margin = f"{percent(content['primary']['margin'], signed=False)} of the baseline's bits per byte"
+    margin = f"{100 * content['primary']['margin']:g} % of the baseline's bits per byte"
     relative = row["estimate"]["relative"] if "estimate" in row else None
     size = "" if relative is None else percent(abs(relative), signed=False)
     names = {"arm": row["treatment"], "base": row["baseline"]}
@@ -290,7 +296,7 @@ def terminal_table(content: Mapping[str, Any], say: Callable[[str], str] = str) 
         for row in (row for row in content["contrasts"] if row["point"] == point):
             estimate, cost = row.get("estimate"), costs.get((point, row["treatment"]))
             add(
-                NAMES.get(row["treatment"], row["treatment"]),
+                str(NAMES.get(row["treatment"], row["treatment"])),
                 bpb(estimate["treatment_mean"]) if estimate else "",
                 plus_minus(estimate["mean"], estimate["half_width"]) if estimate else "",
                 percent(estimate["relative"]) if estimate and estimate["relative"] is not None else "",
@@ -337,7 +343,8 @@ def print_outcome(content: Mapping[str, Any], console: Console) -> None:
     for row in content["contrasts"]:
         if row["kind"] == "effect" and row.get("verdict", {}).get("advice"):
             verdict = row["verdict"]
-            line(f"{row['treatment']}: {verdict['reason']}; what would help: {verdict['advice']}")
+            where = f"{row['point']}: " if len(content["points"]) > 1 else ""
+            line(f"{where}{row['treatment']}: {verdict['reason']}; what would help: {verdict['advice']}")
     if not content["complete"]:
         line(f"incomplete: {_states(content)}", "yellow")
     for warning in content["warnings"]:

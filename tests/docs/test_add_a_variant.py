@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from xsalab.cli import app
+from xsalab.experiment.run import _import_plugin
 from xsalab.model.variant import VARIANTS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "add-a-variant.md").read_text(encoding="utf-8")
@@ -22,11 +24,11 @@ def named_files() -> dict[str, str]:
 
 
 @pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the page's files and a few texts; the variants that it registers are forgotten afterwards."""
     for name, text in named_files().items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    words = "the cat and a dog saw one bird near that old house while rain fell on every tree of our garden".split()
+    words = re.findall(r"\w+", PAGE)
     draw = random.Random(0)
     (tmp_path / "texts").mkdir()
     for i in range(30):
@@ -37,6 +39,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     yield tmp_path
     VARIANTS.clear()
     VARIANTS.update(before)
+    _import_plugin.cache_clear()
 
 
 def test_the_variant_is_short() -> None:
@@ -58,7 +61,7 @@ def test_the_variant_trains_pairs_and_is_reported(page: Path) -> None:
     assert all(name.split(".")[0] in ("config", "variant") for name in row["differs"]), row["differs"]
     assert row["verdict"]["word"] in ("better", "worse", "equivalent", "inconclusive")
     assert told["headline"][0].startswith("gated (token-gated, start = 0.25, layers last:1) against standard: Δ bpb")
-    assert [cost["arm"] for cost in told["costs"]["costs"]][0] == "gated"
+    assert told["costs"]["costs"][0]["arm"] == "gated"
     html = Path(told["report"]).read_text(encoding="utf-8")
     assert "token-gated" in html
     folder = page / "out" / "experiments" / "mine" / "runs" / "base.gated.s0"

@@ -216,7 +216,9 @@ def test_a_batch_that_does_not_divide_names_the_nearest() -> None:
     assert [TrainConfig(batch_tokens=n).batch_rows(64) for n in (960, 1024)] == [15, 16]
     with pytest.raises(ValueError, match="context = 64: use 64$"):
         TrainConfig(batch_tokens=10).batch_rows(64)
-    with pytest.raises(ValueError, match=r"micro_rows = 3 does not divide the 16 rows .* use one of \[1, 2, 4, 8, 16\]"):
+    with pytest.raises(
+        ValueError, match=r"micro_rows = 3 does not divide the 16 rows .* use one of \[1, 2, 4, 8, 16\]"
+    ):
         TrainConfig(batch_tokens=1024, micro_rows=3).batch_rows(64)
 
 
