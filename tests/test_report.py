@@ -127,7 +127,7 @@ class Page(HTMLParser):
 
 
 def page_of(experiment: Experiment, store: RunStore) -> Page:
-    return Page(write_report(experiment, store).read_text(encoding="utf-8"))
+    return Page(write_report(experiment, store, outcome(experiment, store)).read_text(encoding="utf-8"))
 
 
 def diverge(arm: str, *seeds: int) -> Change:
@@ -293,11 +293,11 @@ def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytes
     import os
 
     experiment, store = fake(tmp_path, TOML.replace(SEEDS, "seeds = [0]"))
-    path = write_report(experiment, store)
+    path = write_report(experiment, store, outcome(experiment, store))
     before = path.read_bytes()
     monkeypatch.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(28, "no space")))
     with pytest.raises(OSError, match="disk full"):
-        write_report(experiment, store)
+        write_report(experiment, store, outcome(experiment, store))
     assert path.read_bytes() == before
     assert not list(store.folder.glob("*.tmp")) + list(store.folder.glob(".*.tmp"))
 

@@ -227,7 +227,7 @@ def run(
             with _bar("timing the arms in turns", 1.0) as update:
                 measure_costs(experiment, store, out, lambda done, total: update(done / total))
         result = outcome(experiment, store)
-        page = write_report(experiment, store)
+        page = write_report(experiment, store, result)
     if json_:
         print(json.dumps({**result, "report": str(page)}, ensure_ascii=False, allow_nan=False))
     else:
@@ -342,7 +342,8 @@ def report(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -
     store = RunStore.of(experiment, out)
     if not store.folder.is_dir():
         raise ValueError(f"{store.folder}: nothing was run yet; begin with: xsalab run {file}")
-    result, page = outcome(experiment, store), write_report(experiment, store)
+    result = outcome(experiment, store)
+    page = write_report(experiment, store, result)
     if json_:
         print(json.dumps({**result, "report": str(page)}, ensure_ascii=False, allow_nan=False))
     else:

@@ -23,7 +23,7 @@ from rich.text import Text
 from . import __version__, figures
 from .config import dump, flat
 from .experiment.design import Cell, Experiment, resolve
-from .experiment.outcome import outcome, plus_minus
+from .experiment.outcome import plus_minus
 from .experiment.store import RunStore
 from .experiment.timing import CONTROL
 from .train.checkpoint import write_atomic
@@ -55,13 +55,13 @@ BELOW_MARGIN = (
 )
 
 
-def write_report(experiment: Experiment, store: RunStore) -> Path:
+def write_report(experiment: Experiment, store: RunStore, content: Mapping[str, Any]) -> Path:
     """Writes report.html, summary.json and intervals.svg into the experiment's folder, each whole or not at all.
 
+    ``content`` is what ``outcome(experiment, store)`` gave.
+
     Works while runs are missing. With several points there is one intervals-POINT.svg for each.
-    Raises ValueError where two runs that stand as partners are no pair.
     """
-    content = outcome(experiment, store)
     colours = figures.Colours.of(content["baseline"], content["arms"])
     for point in content["points"]:
         rows = [row for row in content["contrasts"] if row["point"] == point]

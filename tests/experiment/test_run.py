@@ -431,7 +431,7 @@ def test_a_missing_plugin_is_named(tmp_path: Path) -> None:
 def test_a_gpu_that_is_not_there(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """F176: asked for and missing, it is named; nothing falls back in silence."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="train.device = 'cuda': torch finds no CUDA device here; use 'cpu'"):
+    with pytest.raises(ValueError, match=r"train.device = 'cuda': torch finds no CUDA device here; use 'cpu'"):
         lab(train__device="cuda").run()
 
 
@@ -490,22 +490,26 @@ def test_a_run_that_breaks_down_is_kept(lab: Any, plugin: Any, monkeypatch: pyte
     assert home.run("standard").state == "finished"
 
 
-def test_killed_while_it_marks_a_breakdown(lab: Any, plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("last", ["log", "checkpoint"])
+def test_killed_while_it_marks_a_breakdown(last: str, lab: Any, plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the log's row, the kept state and the status: the restart breaks down at the same step, once."""
     home = burst(lab, plugin, monkeypatch)
 
     def cut(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    for name in ("save_checkpoint", "_diverged"):
-        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            if name == "save_checkpoint":
-                patched.setattr(runs.Diverged, "__str__", cut)
-            else:
-                patched.setattr(runs, "_diverged", cut)
-            home.run("burst")
-        assert home.folder("burst").state == "running"
-    rows = home.run("burst").metrics()
-    assert [row["step"] for row in rows] == [0, 1, 2]
+    if last == "log":
+        monkeypatch.setattr(runs.Diverged, "__str__", cut)
+    else:
+        monkeypatch.setattr(runs, "_diverged", cut)
+    with pytest.raises(KeyboardInterrupt):
+        home.run("burst")
+    assert home.folder("burst").state == "running"
+    monkeypatch.undo()
+    monkeypatch.setattr(runs, "check_causality_once", lambda *_: None)
+    run = home.run("burst")
+    assert run.state == "diverged"
+    assert [row["step"] for row in run.metrics()] == [0, 1, 2]
 
 
 def test_a_validation_that_is_not_finite_is_a_breakdown(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,7 +640,7 @@ def test_a_mistake_in_a_worker_reaches_the_user(lab: Any) -> None:
     home = lab()
     edit(home.run("standard"), "fingerprint", "rows", "0")
     pending = [home.task("xsa"), home.task("standard", 1)]
-    with pytest.raises(ValueError, match="base.xsa.s0 is no partner of base.standard.s0: rows"):
+    with pytest.raises(ValueError, match=r"base.xsa.s0 is no partner of base.standard.s0: rows"):
         run_tasks(pending, 2, lambda cell, content: None)
     assert home.folder("standard").state == "finished"
 

@@ -37,7 +37,7 @@ def test_nats_and_gradients_are_those_of_cross_entropy(
     monkeypatch: pytest.MonkeyPatch, targets: Tensor, cap: float, block: int
 ) -> None:
     """210 rows in blocks of 64, the last one short, and in one."""
-    monkeypatch.setattr("xsalab.model.head.BLOCK_BYTES", block)
+    monkeypatch.setattr("xsalab.model.head.BLOCK_BYTES", {"cpu": block})
     results = []
     for ours in (True, False):
         x, weight = draw(3, 70, 16).requires_grad_(), draw(ROWS, 16, seed=2).requires_grad_()

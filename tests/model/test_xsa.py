@@ -153,16 +153,34 @@ def test_a_zero_value_leaves_the_output_and_finite_gradients(dtype: torch.dtype,
         assert alpha.grad == 0
 
 
-@pytest.mark.parametrize("length", [1e-45, 1e-38, 1e-25, *(10.0**-n for n in range(19, 12, -1))])
+@pytest.mark.parametrize("length", [1e-45, 1e-38, 1e-25, 1.2e-19, 2e-19, *(10.0**-n for n in range(19, 12, -1))])
 def test_gradients_of_short_values_are_finite(length: float) -> None:
     """Differentiating the quotient overflows for lengths 1e-19 to 1e-13 under a y of ordinary size."""
-    y, v = draw(2, 3, 4, 16).requires_grad_(), draw(2, 3, 2, 16, seed=1)
+    y, v = (10 * draw(2, 3, 4, 16)).requires_grad_(), draw(2, 3, 2, 16, seed=1)
     v = (v / v.norm(dim=-1, keepdim=True) * length).requires_grad_()
     alpha = torch.ones(4, requires_grad=True)
-    exclude_self(y, v, alpha).backward(draw(2, 3, 4, 16, seed=2))
+    exclude_self(y, v, alpha).backward(10 * draw(2, 3, 4, 16, seed=2))
     for tensor in (y, v, alpha):
         assert tensor.grad is not None
         assert tensor.grad.isfinite().all()
+
+
+def test_below_the_floor_the_divisor_is_a_constant() -> None:
+    """⟨v, v⟩ = 1e-40 is no normal number; against the formula with that floor, in float64."""
+    grads, floor = [], torch.finfo(torch.float32).tiny
+    v = draw(2, 3, 4, 16, seed=1)
+    v = v / v.norm(dim=-1, keepdim=True) * 1e-20
+    for dtype in (torch.float32, torch.float64):
+        y_leaf, v_leaf = draw(2, 3, 4, 16).to(dtype), v.detach().clone().to(dtype).requires_grad_()
+        if dtype == torch.float32:
+            z = exclude_self(y_leaf, v_leaf)
+        else:
+            c = (y_leaf * v_leaf).sum(-1, keepdim=True) / v_leaf.square().sum(-1, keepdim=True).clamp_min(floor)
+            z = y_leaf - c * v_leaf
+        z.backward(draw(2, 3, 4, 16, seed=2).to(dtype))
+        assert v_leaf.grad is not None
+        grads.append(v_leaf.grad.double())
+    assert (grads[0] - grads[1]).norm() < 1e-4 * grads[1].norm()
 
 
 def test_the_plain_quotient_does_overflow_there() -> None:

@@ -158,7 +158,7 @@ def test_what_is_not_finite_stops_the_run(where: str, fresh: State, batch_of: Ba
 
     state.token_nats, before, moments = broken, weights(state), state.optimizer.named_state()
     moments = {name: tensor.clone() for name, tensor in moments.items()}
-    with pytest.raises(Diverged, match="step 2: loss .* gradient norm .* not finite") as raised:
+    with pytest.raises(Diverged, match=r"step 2: loss .* gradient norm .* not finite") as raised:
         train(state, batch_of, SCHEDULE)
     assert raised.value.metrics.step == state.step == 2
     assert same(before, weights(state))
@@ -214,7 +214,7 @@ def test_a_batch_that_does_not_divide_names_the_nearest() -> None:
     with pytest.raises(ValueError, match="batch_tokens = 1000 is not a multiple of context = 64: use 960 or 1024"):
         TrainConfig(batch_tokens=1000).batch_rows(64)
     assert [TrainConfig(batch_tokens=n).batch_rows(64) for n in (960, 1024)] == [15, 16]
-    with pytest.raises(ValueError, match="context = 64: use 64$"):
+    with pytest.raises(ValueError, match=r"context = 64: use 64$"):
         TrainConfig(batch_tokens=10).batch_rows(64)
     with pytest.raises(
         ValueError, match=r"micro_rows = 3 does not divide the 16 rows .* use one of \[1, 2, 4, 8, 16\]"
