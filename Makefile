@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: quick test slow lint bench clean
+.PHONY: quick test bench lint clean
 
 # The environment, made anew whenever what it is made from changes.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -20,6 +20,9 @@ quick: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/pytest tests --ignore=tests/compiled -n auto --dist loadscope
 	$(BIN)/pytest tests/compiled
+
+bench: $(VENV)/.ready
+	$(BIN)/python bench/loader.py
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check src tests bench

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import random
 import sys
@@ -57,10 +58,10 @@ def toml_of(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f'"{key}" = {toml_of(item)}' for key, item in value.items()) + " }"
+        return "{ " + ", ".join(f"{json.dumps(key)} = {toml_of(item)}" for key, item in value.items()) + " }"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(toml_of(item) for item in value) + "]"
-    return repr(value) if isinstance(value, (int, float)) else f"'{value}'"
+    return repr(value) if isinstance(value, (int, float)) else json.dumps(str(value), ensure_ascii=False)
 
 
 @pytest.fixture
@@ -70,8 +71,8 @@ def write_experiment(tmp_path: Path, corpus_folder: Path) -> Callable[..., Path]
     ``changes`` by dotted name with double underscores, ``train__tokens=512``; None takes a name out.
     """
 
-    def write(name: str = "tiny", **changes: Any) -> Path:
-        tables: dict[str, Any] = copy.deepcopy({"name": name, **TINY})
+    def write(stem: str = "tiny", **changes: Any) -> Path:
+        tables: dict[str, Any] = copy.deepcopy({"name": stem, **TINY})
         tables["data"]["source"] = str(corpus_folder)
         for dotted, value in changes.items():
             if value is None:
@@ -82,9 +83,9 @@ def write_experiment(tmp_path: Path, corpus_folder: Path) -> Callable[..., Path]
                 del parent[last]
             else:
                 set_dotted(tables, dotted.replace("__", "."), value, "test")
-        path = tmp_path / f"{name}.toml"
+        path = tmp_path / f"{stem}.toml"
         # Tables of plain values are written inline: what counts is what is read.
-        path.write_text("".join(f'"{key}" = {toml_of(value)}\n' for key, value in tables.items()), encoding="utf-8")
+        path.write_text("".join(f"{key} = {toml_of(value)}\n" for key, value in tables.items()), encoding="utf-8")
         return path
 
     return write
@@ -140,7 +141,7 @@ def no_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leaves out drawing and writing of the page, which takes longer than a tiny experiment."""
     from xsalab import report
 
-    monkeypatch.setattr(report, "write_report", lambda experiment, store: store.folder / "report.html")
+    monkeypatch.setattr(report, "write_report", lambda experiment, store, *_: store.folder / "report.html")
 
 
 @pytest.fixture(scope="session")

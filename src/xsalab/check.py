@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .data import Batch
-from .model import GPT, KVCache, LayerAttend, ModelConfig, VariantChoice, exclude_self, init_weights
+from .model import GPT, KVCache, LayerAttend, ModelConfig, VariantChoice, exclude_self, init_weights, layers
 from .model import attend as kernels
 from .model import head as head_module
 from .model.causality import check_causality
@@ -217,14 +217,28 @@ def fast_paths(dtype: torch.dtype) -> Iterator[Check]:
     for name, window, length in (("sdpa", 64, 33), ("sdpa", 8, 33), ("blocked", 8, 48)):
         q, k, v = _qkv(dtype, length)
         gap = _compare(
-            lambda *t, name=name, window=window: kernels.KERNELS[name](*t, window),
-            lambda *t, window=window: kernels.explicit(*t, window), (q, k, v),
+            lambda q, k, v, name=name, window=window: kernels.KERNELS[name](q, k, v, window),
+            lambda q, k, v, window=window: kernels.explicit(q, k, v, window), (q, k, v),
         )  # fmt: skip
         yield Check(f"attention kernel {name}, window {window}, {_name(dtype)}", gap, tolerance, "against T × T")
     q, _, v = _qkv(dtype)
     gap = _compare(lambda y, v: exclude_self(y, v, 0.7), lambda y, v: _plain_exclusion(y, v, 0.7), (q, v))
     yield Check(f"exclude_self, {_name(dtype)}", gap, tolerance, "against the formula under autograd")
     x = torch.randn(90, 32, generator=stream(7, "x")).to(dtype)
+    gap = _compare(
+        lambda x: layers.rms_norm(x, 1e-6, 1.2),
+        lambda x: (1.2 * F.rms_norm(x.float(), (32,), eps=1e-6)).to(dtype),
+        (x,),
+    )
+    yield Check(f"rms_norm, {_name(dtype)}", gap, tolerance, "against torch's in float32")
+    mlp = layers.MLP(32, 64)
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=stream(7, "mlp")) / 8)
+    gap = _compare(
+        mlp, lambda x: F.linear(F.linear(x, mlp.w1.weight.to(dtype)).relu() ** 2, mlp.w2.weight.to(dtype)), (x,)
+    )
+    yield Check(f"MLP, {_name(dtype)}", gap, tolerance, "against the formula under autograd")
     weight = torch.randn(64, 32, generator=stream(7, "w"))
     targets = torch.randint(-1, 60, (90,), generator=stream(7, "t"))
     gap = _compare(

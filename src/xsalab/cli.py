@@ -5,10 +5,12 @@ Exit codes: 0 done; 1 a check failed or a run diverged; 2 a mistake in what was 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -40,7 +42,7 @@ OUT = Path("out")
 
 def main() -> None:
     """Entry point: a user's mistake is one short message and exit code 2, never a traceback."""
-    warnings.showwarning = lambda message, *_, **__: notes.print(f"warning: {message}", markup=False, highlight=False)
+    warnings.showwarning = lambda message, *_, **__: _note(f"warning: {message}")
     # Compiled kernels outlive the process, so that a second run starts at once.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "xsalab" / "inductor"))
     before = signal.signal(signal.SIGINT, _interrupt)
@@ -72,6 +74,11 @@ def _message(error: Exception) -> str:
     return str(error)
 
 
+def _note(text: str) -> None:
+    """A line for the user beside the result: to stderr, whole, however long its paths are."""
+    notes.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def _load(path: Path, sets: list[str] | None, plugins: bool = True) -> Any:
     """The experiment; with ``plugins`` its variants' files are imported after their paths and hashes are printed."""
     from .config import read_toml
@@ -93,7 +100,7 @@ def _tell_plugins(folder: Path, texts: Iterable[tuple[str, str]]) -> None:
 
     for name, text in texts:
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        notes.print(f"plugin {folder / name}, sha256 {digest}", markup=False, highlight=False, soft_wrap=True)
+        _note(f"plugin {folder / name}, sha256 {digest}")
 
 
 @contextmanager
@@ -115,7 +122,7 @@ def _prepare(experiment: Any, out: Path) -> Any:
         store, corpora = begin_experiment(experiment, out, lambda stage, share: update(share, stage))
     for corpus in corpora:
         for line in corpus.notes:
-            notes.print(f"note: {line}", markup=False, highlight=False)
+            _note(f"note: {line}")
     return store, corpora
 
 
@@ -208,7 +215,9 @@ def run(
     from .report import print_outcome, write_report
 
     experiment = _load(file, sets)
+    clock = {"begin": time.perf_counter()}
     store, _ = _prepare(experiment, out)
+    clock["corpus"] = time.perf_counter()
     with run_lock(store.folder, "experiment"):
         trackers = [name for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)) if wanted]
         every = tasks(experiment, out, trackers)
@@ -218,23 +227,37 @@ def run(
             run_cell(task)
         jobs = jobs or default_jobs(max(task.config.train.threads for task in every), len(pending))
         if any(task.config.train.compile for task in pending) and (reason := cannot_compile()):
-            notes.print(f"note: {reason}", markup=False, highlight=False)
+            _note(f"note: {reason}")
         if pending:
-            notes.print(f"{len(pending)} of {len(every)} runs to do, {jobs} at a time", highlight=False)
+            _note(f"{len(pending)} of {len(every)} runs to do, {jobs} at a time")
             with _run_progress(store, pending) as event:
                 run_tasks(pending, jobs, event)
+        clock["runs"] = time.perf_counter()
         if experiment.controls.timing and not measured_costs(experiment, store):
             with _bar("timing the arms in turns", 1.0) as update:
                 measure_costs(experiment, store, out, lambda done, total: update(done / total))
+        clock["timing"] = time.perf_counter()
         result = outcome(experiment, store)
         page = write_report(experiment, store, result)
+        clock["report"] = time.perf_counter()
     if json_:
         print(json.dumps({**result, "report": str(page)}, ensure_ascii=False, allow_nan=False))
     else:
         print_outcome(result, console)
+        print(_parts(clock, [store.run(task.cell).status for task in pending], jobs))
         print(f"report: {page}")
     if any(entry["state"] == "diverged" for entry in result["runs"]):
         raise typer.Exit(1)
+
+
+def _parts(clock: dict[str, float], statuses: list[dict[str, Any]], jobs: int) -> str:
+    """Where the time of this call went: wall seconds a stage, and what the runs spent theirs on."""
+    names = list(clock)
+    stages = ", ".join(f"{name} {clock[name] - clock[before]:.0f} s" for before, name in itertools.pairwise(names))
+    spent = [status["seconds"] for status in statuses if "seconds" in status]
+    inside = ", ".join(f"{part} {sum(run[part] for run in spent):.0f} s" for part in (spent[0] if spent else ()))
+    total = f"took {clock[names[-1]] - clock[names[0]]:.0f} s: {stages}"
+    return f"{total}; within the runs, {jobs} side by side: {inside}" if inside else total
 
 
 @contextmanager
@@ -255,7 +278,7 @@ def _run_progress(store: Any, pending: list[Any]) -> Iterator[Any]:
                 detail = status.get("message", "")
                 if "val_bpb" in status:
                     detail = f"val bpb {status['val_bpb']:.4f}, {sum(seconds.values()):.0f} s"
-                notes.print(f"{cell.name}: {status['state']}, {detail}", markup=False, highlight=False)
+                _note(f"{cell.name}: {status['state']}, {detail}")
                 update(sum(done.values()))
 
         yield event

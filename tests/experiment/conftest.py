@@ -47,8 +47,8 @@ class Lab:
 def lab(write_experiment: Callable[..., Path], tmp_path: Path) -> Callable[..., Lab]:
     """Prepares a tiny experiment under ``tmp_path / out``; keyword arguments as for write_experiment."""
 
-    def make(name: str = "tiny", out: str = "out", **changes: Any) -> Lab:
-        experiment = load_experiment(write_experiment(name, **changes))
+    def make(stem: str = "tiny", out: str = "out", **changes: Any) -> Lab:
+        experiment = load_experiment(write_experiment(stem, **changes))
         store, _ = begin_experiment(experiment, tmp_path / out)
         return Lab(experiment, store, tmp_path / out)
 

@@ -23,11 +23,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  (loaded once, for all children)
-
-from xsalab.experiment.design import load_experiment
-from xsalab.experiment.run import begin_experiment, run_cell, tasks
+from xsalab.experiment.design import expand, load_experiment, resolve
+from xsalab.experiment.run import begin_experiment, check_causality_once, derived, run_cell, tasks
 from xsalab.experiment.store import RunFolder
+
+
+def load_all(path: Path) -> None:
+    """What every child would load or check anew."""
+    experiment = load_experiment(path)
+    for cell in expand(experiment):
+        config = resolve(experiment, cell)
+        derived(config)
+        check_causality_once(config.model, config.variant)
 
 
 def forked(work: Callable[[], None]) -> int:
@@ -82,7 +89,7 @@ def at_random(path: Path, out: Path, kills: int, seed: int) -> dict[str, Any]:
     while sum(hit.values()) < kills or lives == 0:
         life = out / f"life{lives}"
         child = forked(everything(path, life))
-        time.sleep(draw.uniform(0, 1.2 * length))
+        time.sleep(draw.uniform(0, draw.choice((0.1, 0.5, 1.2)) * length))  # preparing is short
         if os.waitpid(child, os.WNOHANG) == (0, 0):
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -135,6 +142,7 @@ def at_every_write(path: Path, out: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     kind, file, folder, *rest = sys.argv[1:]
+    load_all(Path(file))
     if kind == "random":
         found = at_random(Path(file), Path(folder), int(rest[0]), int(rest[1]))
     else:

@@ -54,14 +54,14 @@ def test_kills_at_random_moments(write_experiment: Any, tmp_path: Path, numbers_
     path = write_experiment(seeds=[0], eval__every=2, train__tokens=256 * 8, data__tokenizer_megabytes=0.1)
     told = killed("random", path, tmp_path / "out", 24, 0)
     assert sum(told["hit"].values()) >= 24
-    assert {"training", "preparing"} <= set(told["hit"]), told
+    assert len(told["hit"]) >= 3, told  # of preparing, starting, training, saving, evaluating
     for life in range(told["lives"]):
         assert_equal(tmp_path / "out" / f"life{life}", tmp_path / "out" / "whole", numbers_of)
 
 
 def test_a_kill_at_every_single_write(write_experiment: Any, tmp_path: Path, numbers_of: Numbers) -> None:
     """F093, F095, F100: one after the other at each flush, rename and removal that a run makes."""
-    path = write_experiment(seeds=[0], eval__every=2, arms__xsa=None)
+    path = write_experiment(seeds=[0], eval__every=1, arms__xsa=None, train__tokens=256 * 3, train__checkpoint_steps=1)
     told = killed("sweep", path, tmp_path / "out")
     assert told["writes"] > 30
     for life in range(1, told["writes"] + 1):
@@ -69,7 +69,7 @@ def test_a_kill_at_every_single_write(write_experiment: Any, tmp_path: Path, num
 
 
 def test_kills_of_the_command(write_experiment: Any, tmp_path: Path, numbers_of: Numbers) -> None:
-    """`xsalab train`, killed three times between the start of its run and its end, then left alone: exit code 0 (F113)."""
+    """F113: `xsalab train`, killed three times in its run or at its end; left alone it ends with exit code 0."""
     path = write_experiment(seeds=[0], eval__every=2, train__tokens=256 * 16, arms__xsa=None)
     draw, out = random.Random(1), tmp_path / "out"
 
@@ -80,7 +80,8 @@ def test_kills_of_the_command(write_experiment: Any, tmp_path: Path, numbers_of:
         )
 
     whole = start(tmp_path / "whole")
-    assert whole.wait() == 0, whole.communicate()
+    _, said = whole.communicate()
+    assert whole.returncode == 0, said
     status = out / "experiments" / "tiny" / "runs" / "base.standard.s0" / "status.json"
     for _ in range(3):
         before = status.stat().st_mtime_ns if status.exists() else 0
@@ -111,7 +112,7 @@ def alive(process: int) -> bool:
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="looks at the children through /proc")
 def test_a_killed_run_takes_its_workers_along(write_experiment: Any, tmp_path: Path, numbers_of: Numbers) -> None:
-    """`xsalab run` with two workers: they end with their parent, and the same command finishes their runs to the bit."""
+    """`xsalab run` with two workers: they end with their parent; the same command finishes their runs to the bit."""
     path = write_experiment(seeds=[0], train__tokens=256 * 64, train__checkpoint_steps=4)
     out = tmp_path / "out"
 

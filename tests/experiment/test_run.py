@@ -127,7 +127,7 @@ def test_more_steps_than_the_text_holds(lab: Any, few_texts: Path) -> None:
 @pytest.mark.parametrize("step", [0, 1, 2, 3])
 def test_a_stopped_run_goes_on_to_the_bit(step: int, lab: Any, stop: Any, numbers_of: Numbers) -> None:
     """F082, F132: stopped before, at and after a checkpoint; its record holds every step once."""
-    whole = numbers_of(lab(eval__every=1, name="whole").run("xsa"))
+    whole = numbers_of(lab("whole", eval__every=1).run("xsa"))
     home = lab(eval__every=1)
     stop(home.task("xsa"), step)
     assert home.folder("xsa").status["state"] == "failed"

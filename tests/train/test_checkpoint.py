@@ -28,7 +28,8 @@ from xsalab.train import TrainState, checkpoint, train, train_step
 from xsalab.train.checkpoint import load_checkpoint, load_model, save_checkpoint, save_tensors, write_atomic
 
 SCHEDULE = Schedule("nanochat", steps=20, warmup=2)
-State, BatchOf = Callable[..., TrainState], Callable[..., Batch]
+State = Callable[..., TrainState]
+BatchOf = Callable[..., Batch]
 
 
 def digests(state: TrainState) -> dict[str, bytes]:

@@ -15,7 +15,8 @@ from xsalab.train import Diverged, Hook, StepMetrics, TrainConfig, TrainState, t
 from xsalab.train.loop import fast_bfloat16, gradient_norm
 
 SCHEDULE = Schedule("nanochat", steps=4, warmup=2)
-State, BatchOf = Callable[..., TrainState], Callable[..., Batch]
+State = Callable[..., TrainState]
+BatchOf = Callable[..., Batch]
 
 
 def gradients(state: TrainState) -> dict[str, torch.Tensor]:

@@ -205,10 +205,11 @@ def _finite(value: float | None) -> bool:
 
 
 def _environments(store: RunStore, cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """The distinct records of software and device, threads and kernels aside."""
+    """The distinct records of software, our own code included, and device; threads and kernels aside."""
     found: dict[str, dict[str, Any]] = {}
     for cell in cells:
-        record = dict(store.run(cell).read("fingerprint").get("environment", {}))
+        fingerprint = store.run(cell).read("fingerprint")
+        record = {**fingerprint.get("environment", {}), "code": fingerprint["code"]} if fingerprint else {}
         key = {name: value for name, value in record.items() if name not in ("threads", "kernel")}
         if record:
             found.setdefault(repr(sorted(key.items())), record)

@@ -377,8 +377,9 @@ def _train_and_evaluate(
     config, steps = task.config, task.config.train.steps
     checkpoints = folder.path / "checkpoints"
     load_checkpoint(checkpoints, state)
-    folder.cut_metrics(state.step)
     resumed = state.step
+    trackers = [TRACKERS[name](folder.path, task.cell, dump(config), resumed) for name in task.trackers]
+    folder.cut_metrics(resumed)
     status = {"steps": steps, "step": state.step, "resumes": folder.status.get("resumes", -1) + 1}
     folder.write("status", {"state": "running", **status})
     log = MetricsLog(folder.path / "metrics.jsonl")
@@ -388,7 +389,7 @@ def _train_and_evaluate(
         validation,
         _Metrics(log),
         _Report(task.cell, steps, event),
-        *(TRACKERS[name](folder.path, task.cell, dump(config), resumed) for name in task.trackers),
+        *trackers,
     ]
     ready = time.perf_counter()
     try:

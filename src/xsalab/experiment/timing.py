@@ -43,7 +43,10 @@ def measured_costs(experiment: Experiment, store: RunStore) -> dict[str, Any]:
     path = store.folder / "timing.json"
     if not path.is_file():
         return {}
-    stored = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error}); delete it to measure again") from None
     return stored if stored.get("key") == _key(experiment) else {}
 
 

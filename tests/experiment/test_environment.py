@@ -1,0 +1,56 @@
+"""The record that partners compare: what it names, and what it must not tell."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from xsalab.experiment import environment as module
+from xsalab.experiment.environment import code_digest, environment
+from xsalab.train import TrainConfig
+
+
+def test_software_device_threads_and_kernel_are_named() -> None:
+    """F169: each of them, by itself, makes another record."""
+    record = environment(TrainConfig(threads=2), "bfloat16", compiled=False)
+    assert record["torch"] == torch.__version__
+    assert record["python"] == platform.python_version()
+    assert (record["threads"], record["kernel"]) == (2, "sdpa, eager, bfloat16")
+    assert environment(TrainConfig(attention="explicit"), "float32", True)["kernel"] == "explicit, compiled, float32"
+    json.dumps(record)
+
+
+def test_the_machine_is_told_apart_and_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F168: another host is another machine; its name stays at home."""
+    found = []
+    for name in ("a-host", "another-host"):
+        monkeypatch.setattr(platform, "node", lambda name=name: name)
+        record = environment(TrainConfig(), "float32", False)
+        assert name not in json.dumps(record)
+        found.append(record["machine"])
+    assert found[0] != found[1]
+
+
+def test_the_code_that_shapes_a_run_has_a_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One changed character in the model's code changes it; a test or a page does not."""
+    source = Path(module.__file__).parents[1]
+    copy = tmp_path / "xsalab"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(module, "__file__", str(copy / "experiment" / "environment.py"))
+
+    def now() -> str:
+        code_digest.cache_clear()
+        return code_digest()
+
+    before = now()
+    (copy / "report.py").write_text("", encoding="utf-8")
+    assert now() == before
+    path = copy / "model" / "xsa.py"
+    path.write_text(path.read_text(encoding="utf-8") + "#", encoding="utf-8")
+    assert now() != before
+    code_digest.cache_clear()
