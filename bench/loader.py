@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
-from xsalab.eval.throughput import load_average
+from xsalab.eval.throughput import busy_share
+from xsalab.experiment.building import batches, build_state
 from xsalab.experiment.design import Cell, load_experiment, resolve
-from xsalab.experiment.run import batches, begin_experiment, build_state
+from xsalab.experiment.fleet import begin_experiment
 from xsalab.train import train_step
 
 BATCHES, STEPS, WARMUP = 200, 10, 2
@@ -27,7 +28,7 @@ BATCHES, STEPS, WARMUP = 200, 10, 2
 def main() -> None:
     """Measures and prints."""
     path = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parent.parent / "experiments" / "quick.toml")
-    load, experiment = load_average(), load_experiment(path)
+    others, experiment = busy_share(), load_experiment(path)
     config = resolve(experiment, Cell(experiment.points[0].name, experiment.baseline, experiment.seeds[0]))
     torch.set_num_threads(config.train.threads)
     with tempfile.TemporaryDirectory() as home:
@@ -56,7 +57,7 @@ def main() -> None:
         "slowest_batch_seconds": max(loading),  # the first of an epoch draws its permutation
         "step_seconds": step,
         "share": batch / (batch + step),
-        "load": load,
+        "others": others,
     }
     print(json.dumps(found, indent=1))
 

@@ -78,7 +78,7 @@ def _write_run(experiment: Experiment, store: RunStore, cell: Cell, status: dict
     run.path.mkdir(parents=True)
     config = resolve(experiment, cell)
     environment = {"torch": "2", "device": "a processor", "threads": 1, "kernel": "sdpa"}
-    entries = {"start": {"w": "1"}, "environment": environment, "code": "c", "plugins": {}}
+    entries = {"start": {"w": "1"}, "environment": environment, "code": "c", "machine": "m", "plugins": {}}
     run.write("fingerprint", {"config": dump(config), **entries})
     losses = [level * (0.75 + 2.2 * math.exp(-step / 12)) + noise.gauss(0, 0.03) for step in range(status["step"])]
     rows = [{"step": step, "loss": loss, "grad_norm": 0.4} for step, loss in enumerate(losses)]
@@ -225,7 +225,7 @@ def test_the_page_says_what_the_outcome_says(
     cost = {"point": "base", "arm": "xsa", "ratio": 1.0234, "low": 1.011, "high": 1.0345, "seconds": 0.06,
             "saved_bytes": 15220012, "saved_ratio": 1.0357}  # fmt: skip
     base = {"baseline_seconds": 0.0655, "baseline_saved_bytes": 14695724}
-    costs = {"rounds": 8, "load": 1.4, "busy": True, "costs": [cost, {**cost, "arm": "timing control", "ratio": 0.987}],
+    costs = {"rounds": 8, "others": 0.4, "busy": True, "costs": [cost, {**cost, "arm": "timing control", "ratio": 0.987}],
              "points": {"base": base}}  # fmt: skip
     monkeypatch.setattr(outcome_module, "measured_costs", lambda experiment, store: costs)
     experiment, store = whole

@@ -83,7 +83,7 @@ def _load(path: Path, sets: list[str] | None, plugins: bool = True) -> Any:
     """The experiment; with ``plugins`` its variants' files are imported after their paths and hashes are printed."""
     from .config import read_toml
     from .experiment.design import load_experiment
-    from .experiment.run import import_plugins, read_plugins
+    from .experiment.plugins import import_plugins, read_plugins
 
     if plugins:
         names = read_toml(path, sets or ()).get("plugins", [])
@@ -116,7 +116,7 @@ def _bar(description: str, total: float) -> Iterator[Any]:
 
 
 def _prepare(experiment: Any, out: Path) -> Any:
-    from .experiment.run import begin_experiment
+    from .experiment.fleet import begin_experiment
 
     with _bar("preparing the corpus", 1.0) as update:
         store, corpora = begin_experiment(experiment, out, lambda stage, share: update(share, stage))
@@ -209,16 +209,22 @@ def run(
 
     Example: xsalab run experiments/quick.toml
     """
+    from .experiment.building import cannot_compile
+    from .experiment.fleet import default_jobs, run_tasks, tasks
     from .experiment.outcome import outcome
-    from .experiment.run import cannot_compile, default_jobs, run_cell, run_lock, run_tasks, tasks
+    from .experiment.run import run_cell
+    from .experiment.store import RunStore
     from .experiment.timing import measure_costs, measured_costs
+    from .files import folder_lock, make_folder
     from .report import print_outcome, write_report
 
     experiment = _load(file, sets)
-    clock = {"begin": time.perf_counter()}
-    store, _ = _prepare(experiment, out)
-    clock["corpus"] = time.perf_counter()
-    with run_lock(store.folder, "experiment"):
+    store = RunStore.of(experiment, out)
+    make_folder(store.folder)
+    with folder_lock(store.folder, "experiment"):
+        clock = {"begin": time.perf_counter()}
+        _prepare(experiment, out)
+        clock["corpus"] = time.perf_counter()
         trackers = [name for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)) if wanted]
         every = tasks(experiment, out, trackers)
         ended = [task for task in every if store.run(task.cell).state in ("finished", "diverged")]
@@ -298,7 +304,7 @@ def train(
 
     Example: xsalab train experiments/quick.toml --arm xsa --seed 0
     """
-    from .experiment.run import run_tasks, tasks
+    from .experiment.fleet import run_tasks, tasks
 
     experiment = _load(file, sets)
     store, _ = _prepare(experiment, out)

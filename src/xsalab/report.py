@@ -26,7 +26,7 @@ from .experiment.design import Cell, Experiment, resolve
 from .experiment.outcome import plus_minus
 from .experiment.store import RunStore
 from .experiment.timing import CONTROL
-from .train.checkpoint import write_atomic
+from .files import write_atomic
 
 NAMES = {
     "null": "null control",

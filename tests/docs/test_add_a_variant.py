@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from xsalab.cli import app
-from xsalab.experiment.run import _import_plugin
+from xsalab.experiment.plugins import _import_plugin
 from xsalab.model.variant import VARIANTS
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "add-a-variant.md").read_text(encoding="utf-8")

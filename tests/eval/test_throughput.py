@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 
 from xsalab.data import Batch
 from xsalab.eval import throughput
-from xsalab.eval.throughput import interleaved_step_times, load_average, median_of, saved_bytes
+from xsalab.eval.throughput import busy_share, interleaved_step_times, median_of, saved_bytes
 from xsalab.model import GPT, ModelConfig, VariantChoice, init_weights
 from xsalab.optim import Hybrid, OptimConfig
 from xsalab.optim.hybrid import GROUPS, Rates
@@ -114,8 +114,13 @@ def test_the_median() -> None:
         assert median_of(values) == statistics.median(values)
 
 
-def test_the_load_is_a_core_s_share_or_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = load_average()
-    assert load is None or (load >= 0 and math.isfinite(load))
-    monkeypatch.delattr("os.getloadavg", raising=False)
-    assert load_average() is None
+def test_the_share_of_others_comes_from_the_system_s_ticks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """100 ticks pass, 70 of them idle and 5 waiting for a disk: others hold a quarter. No such file: unknown."""
+    stat = tmp_path / "stat"
+    lines = ["cpu  100 0 50 1000 10 0 0 0 0 0\n", "cpu  115 0 60 1070 15 0 0 0 0 0\n"]
+    stat.write_text(lines[0], encoding="ascii")
+    monkeypatch.setattr(throughput, "STAT", stat)
+    monkeypatch.setattr(throughput.time, "sleep", lambda seconds: stat.write_text(lines[1], encoding="ascii"))
+    assert busy_share() == pytest.approx(0.25)
+    monkeypatch.setattr(throughput, "STAT", tmp_path / "none")
+    assert busy_share() is None

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from xsalab.experiment.design import Cell, Experiment, load_experiment
-from xsalab.experiment.run import RunTask, begin_experiment, run_cell, tasks
+from xsalab.experiment.fleet import begin_experiment, tasks
+from xsalab.experiment.run import RunTask, run_cell
 from xsalab.experiment.store import RunFolder, RunStore
 
 

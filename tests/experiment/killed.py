@@ -23,8 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from xsalab.experiment.building import derived
 from xsalab.experiment.design import expand, load_experiment, resolve
-from xsalab.experiment.run import begin_experiment, check_causality_once, derived, run_cell, tasks
+from xsalab.experiment.fleet import begin_experiment, tasks
+from xsalab.experiment.run import check_causality_once, run_cell
 from xsalab.experiment.store import RunFolder
 
 

@@ -19,8 +19,8 @@ from xsalab.experiment.store import RunFolder, write_rows
 FINGERPRINT: dict[str, Any] = {
     "config": {"seed": 0, "optim": {"lr_scale": 1.0}, "variant": {"name": "standard", "options": {}}},
     "start": {"embedding.weight": "aa", "head.weight": "bb"},
-    "rows": "r", "corpus": "c", "evaluation": "e", "code": "k",
-    "environment": {"torch": "2.13.0", "machine": "m", "threads": 1, "kernel": "sdpa, eager, float32"},
+    "rows": "r", "corpus": "c", "evaluation": "e", "code": "k", "machine": "m",
+    "environment": {"torch": "2.13.0", "threads": 1, "kernel": "sdpa, eager, float32"},
     "plugins": {},
 }  # fmt: skip
 
@@ -147,7 +147,7 @@ def test_scores_of_other_documents_are_refused(done: Any) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda content: content["environment"].update(machine="other"),
+        lambda content: content.update(machine="other"),
         lambda content: content["environment"].update(torch="2.12.0"),
         lambda content: content.update(code="other"),
     ],

@@ -16,10 +16,15 @@ import torch
 from safetensors.torch import load_file
 
 from xsalab.eval.validation import evaluate
+from xsalab.experiment import fleet, plugins
 from xsalab.experiment import run as runs
 from xsalab.experiment.design import load_experiment
-from xsalab.experiment.run import begin_experiment, load_run, run_cell, run_lock, run_tasks, tasks, twin_agrees
+from xsalab.experiment.fleet import begin_experiment, run_tasks, tasks
+from xsalab.experiment.outcome import outcome
+from xsalab.experiment.pairing import twin_agrees
+from xsalab.experiment.run import load_run, run_cell
 from xsalab.experiment.store import RunFolder, write_rows
+from xsalab.files import folder_lock
 from xsalab.model.variant import VARIANTS
 from xsalab.train import Hook, StepMetrics, TrainState, checkpoint
 
@@ -272,7 +277,7 @@ def test_a_second_process_in_the_same_folder(lab: Any, monkeypatch: pytest.Monke
     home = lab()
     home.folder().path.mkdir(parents=True)
     with (
-        run_lock(home.folder().path),
+        folder_lock(home.folder().path, "run"),
         pytest.raises(ValueError, match="another process works on this run; wait for it"),
     ):
         home.run()
@@ -309,14 +314,13 @@ def edit(run: RunFolder, file: str, *keys_and_value: Any) -> None:
         (("config", "optim", "lr_scale"), 3.0, "config|optim.lr_scale"),
         (("config", "seed"), 7, "seed"),
         (("environment", "threads"), 2, "environment.threads"),
-        (("environment", "machine"), "other", "environment.machine"),  # F168
         (("environment", "torch"), "1.13.0", "environment.torch"),  # F169
         (("code",), "0", "code"),
     ],
     ids=lambda value: ".".join(value) if isinstance(value, tuple) else None,
 )
 def test_a_partner_that_does_not_match_is_refused(keys: tuple[str, ...], value: Any, words: str, lab: Any) -> None:
-    """F048, F168, F169: whatever differs besides the declared factors stops the run before it trains, by name."""
+    """F048, F169: whatever differs besides the declared factors stops the run before it trains, by name."""
     home = lab()
     edit(home.run("standard"), "fingerprint", *keys, value)
     with pytest.raises(
@@ -324,6 +328,15 @@ def test_a_partner_that_does_not_match_is_refused(keys: tuple[str, ...], value: 
     ):
         home.run("xsa")
     assert [path.name for path in home.folder("xsa").path.iterdir()] == [".lock"]
+
+
+def test_a_partner_of_another_host_is_taken_and_told(lab: Any) -> None:
+    """F168: the same software and device on another host may be a partner; the outcome says so."""
+    home = lab()
+    edit(home.run("standard"), "fingerprint", "machine", "other")
+    home.run("xsa")
+    said = outcome(home.experiment, home.store)
+    assert any("different machines" in line for line in said["warnings"])
 
 
 def test_what_an_arm_declares_may_differ(lab: Any) -> None:
@@ -374,7 +387,7 @@ def plugin(tmp_path: Path) -> Any:
     yield write
     VARIANTS.clear()
     VARIANTS.update(known)
-    runs._import_plugin.cache_clear()
+    plugins._import_plugin.cache_clear()
 
 
 def test_a_variant_that_sees_the_future_is_refused(lab: Any, plugin: Any) -> None:
@@ -422,10 +435,10 @@ def test_a_broken_plugin_is_named_with_its_line(text: str, words: str, plugin: A
 
 def test_a_missing_plugin_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"e.toml: plugins: .*none.py: No such file"):
-        runs.read_plugins(tmp_path / "e.toml", ["none.py"])
+        plugins.read_plugins(tmp_path / "e.toml", ["none.py"])
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
     with pytest.raises(ValueError, match=r"latin.py: not UTF-8 \(byte 2\)"):
-        runs.read_plugins(tmp_path / "e.toml", ["latin.py"])
+        plugins.read_plugins(tmp_path / "e.toml", ["latin.py"])
 
 
 def test_a_gpu_that_is_not_there(lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -658,7 +671,7 @@ def test_a_mistake_in_a_worker_reaches_the_user(lab: Any) -> None:
 def test_an_error_travels_to_the_parent(error: Exception, kind: type, words: str) -> None:
     """A user's mistake keeps its kind and its file; a fault of ours brings its traceback."""
     with pytest.raises(kind, match=words):
-        raise pickle.loads(pickle.dumps(runs._portable(error)))
+        raise pickle.loads(pickle.dumps(fleet._portable(error)))
 
 
 def test_a_batch_larger_than_the_corpus_is_refused_at_once(lab: Any) -> None:

@@ -48,8 +48,8 @@ def test_seeds_keep_the_times_and_another_model_does_not(short: None, lab: Any) 
 
 def test_a_busy_machine_is_told(short: None, lab: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     home = lab()
-    for load, busy in ((0.1, False), (2.0, True), (None, False)):
-        monkeypatch.setattr(timing, "load_average", lambda load=load: load)
+    for share, busy in ((0.01, False), (0.5, True), (None, False)):
+        monkeypatch.setattr(timing, "busy_share", lambda share=share: share)
         assert measure_costs(home.experiment, home.store, home.out)["busy"] is busy
 
 

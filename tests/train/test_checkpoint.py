@@ -23,9 +23,10 @@ from safetensors.torch import load_file, save_file
 
 from xsalab.data import Batch
 from xsalab.eval.generate import generate
+from xsalab.files import make_folder, write_atomic
 from xsalab.optim import Schedule
 from xsalab.train import TrainState, checkpoint, train, train_step
-from xsalab.train.checkpoint import load_checkpoint, load_model, save_checkpoint, save_tensors, write_atomic
+from xsalab.train.checkpoint import load_checkpoint, load_model, save_checkpoint, save_tensors
 
 SCHEDULE = Schedule("nanochat", steps=20, warmup=2)
 State = Callable[..., TrainState]
@@ -234,7 +235,8 @@ import sys
 from pathlib import Path
 sys.path[:0] = {path!r}
 import torch
-from xsalab.train.checkpoint import save_tensors, write_atomic
+from xsalab.files import write_atomic
+from xsalab.train.checkpoint import save_tensors
 folder = Path({folder!r})
 write_atomic(folder / "good", b"x" * 1000)
 for write in (lambda: save_tensors({{"w": torch.zeros(200_000)}}, folder / "model.safetensors"),
@@ -305,7 +307,7 @@ def test_a_folder_that_takes_no_file(code: int, words: str, tmp_path: Path, monk
 def test_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("", encoding="utf-8")
     with pytest.raises(OSError, match="a file stands where a folder is needed") as raised:
-        checkpoint.make_folder(tmp_path / "out" / "runs")
+        make_folder(tmp_path / "out" / "runs")
     assert raised.value.filename == str(tmp_path / "out" / "runs")
 
 

@@ -33,10 +33,10 @@ from filelock import FileLock
 from jaxtyping import Int64
 from torch import Tensor
 
-from xsalab.config import digest, dump
-
+from ..config import digest, dump
+from ..files import explain_disk, write_atomic
 from .sources import DataConfig, Document, Source, SourceFile, list_files, open_source, share_of
-from .tokenizer import Tokenizer, write_atomic
+from .tokenizer import Tokenizer
 
 FORMAT = 1  # of the prepared folder; a change of layout prepares anew
 SIDES = ("train", "validation")
@@ -628,21 +628,13 @@ def _append(file: FileIO, values: np.ndarray) -> None:
         while rest:  # an unbuffered file may take a part only
             rest = rest[file.write(rest) :]
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise _disk_full(Path(str(file.name)), values.nbytes) from None
+        raise explain_disk(error, Path(str(file.name)), values.nbytes) from error
 
 
 def _require_room(folder: Path, needed: int) -> None:
     """Raises OSError before anything is written where ``needed`` bytes do not fit on the disk of ``folder``."""
     if shutil.disk_usage(folder).free < needed:
-        raise _disk_full(folder, needed)
-
-
-def _disk_full(path: Path, needed: int) -> OSError:
-    free = shutil.disk_usage(path.parent).free
-    message = f"disk full: {needed:,} bytes needed, {free:,} free; make room or choose another folder"
-    return OSError(errno.ENOSPC, message, str(path))
+        raise explain_disk(OSError(errno.ENOSPC, ""), folder, needed)
 
 
 def _threaded(work: Callable[[Any], T], items: Iterable[Any]) -> Iterator[T]:

@@ -19,7 +19,8 @@ from jaxtyping import Int64
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as HFTokenizer
 
-from xsalab.config import digest
+from ..config import digest
+from ..files import write_atomic
 
 # The library's own threads make it warn on a later fork (older versions), and compete with those of rows.py.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -115,7 +116,7 @@ class Tokenizer:
 
     def save(self, path: Path | str) -> None:
         """Writes a tokenizer.json that Hugging Face ``tokenizers`` loads as well."""
-        write_atomic(Path(path), (json.dumps(self._json, ensure_ascii=False, indent=1) + "\n").encode())
+        write_atomic(Path(path), json.dumps(self._json, ensure_ascii=False, indent=1) + "\n")
 
     @property
     def vocab_size(self) -> int:
@@ -210,17 +211,3 @@ def _encoder(tokenizer: dict[str, Any]) -> HFTokenizer:
         return HFTokenizer.from_str(json.dumps(tokenizer))
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"not a tokenizer.json of xsalab: {str(error)[:120]}") from None
-
-
-def write_atomic(path: Path, data: bytes) -> None:
-    """Writes the whole file or leaves the old one: temporary file in the same folder, fsync, rename."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise

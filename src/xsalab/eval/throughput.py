@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from ..data import Batch
 from ..optim import Schedule
 from ..train import TrainState, train_step
+
+STAT = Path("/proc/stat")
 
 
 def interleaved_step_times(
@@ -72,13 +75,27 @@ def saved_bytes(state: TrainState, batch: Batch, micro_rows: int = 0) -> int:
     return sum(kept.values())
 
 
-def load_average() -> float | None:
-    """Runnable processes a core over the last minute; None where the system does not tell."""
-    import os
+def busy_share(seconds: float = 1.0) -> float | None:
+    """Share of all cores' time that others use while this process waits; None where the system does not tell.
 
-    if not hasattr(os, "getloadavg"):
+    Measured, not the load average: that one still holds our own runs of the minute before.
+    """
+    before = _core_times()
+    if before is None:
         return None
-    return os.getloadavg()[0] / (os.cpu_count() or 1)
+    time.sleep(seconds)
+    after = _core_times()
+    assert after is not None, "the system told a moment ago"
+    passed = sum(after) - sum(before)
+    idle = sum(after[3:5]) - sum(before[3:5])  # idle, and waiting for a disk
+    return 1 - idle / passed if passed else None
+
+
+def _core_times() -> list[int] | None:
+    """Clock ticks of all cores by use, as Linux counts them."""
+    if not STAT.is_file():
+        return None
+    return [int(part) for part in STAT.read_text(encoding="ascii").splitlines()[0].split()[1:9]]
 
 
 def median_of(times: Sequence[float]) -> float:

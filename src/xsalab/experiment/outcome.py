@@ -28,8 +28,7 @@ from ..stats import (
 )
 from ..stats.paired import LEAST_SEEDS
 from .design import Arm, Cell, Experiment, contrasts, expand
-from .pairing import PairSet, pairs
-from .run import twin_agrees
+from .pairing import PairSet, pairs, twin_agrees
 from .store import RunStore
 from .timing import measured_costs
 
@@ -209,10 +208,11 @@ def _environments(store: RunStore, cells: Sequence[Cell]) -> list[dict[str, Any]
     found: dict[str, dict[str, Any]] = {}
     for cell in cells:
         fingerprint = store.run(cell).read("fingerprint")
-        record = {**fingerprint.get("environment", {}), "code": fingerprint["code"]} if fingerprint else {}
+        if not fingerprint:
+            continue
+        record = {**fingerprint["environment"], "code": fingerprint["code"], "machine": fingerprint["machine"]}
         key = {name: value for name, value in record.items() if name not in ("threads", "kernel")}
-        if record:
-            found.setdefault(repr(sorted(key.items())), record)
+        found.setdefault(repr(sorted(key.items())), record)
     return list(found.values())
 
 
@@ -276,7 +276,8 @@ def _warnings(content: Mapping[str, Any]) -> list[str]:
     if len(content["environments"]) > 1:
         found.append("the runs were made on different machines or software: no claim is made about time")
     if content["costs"].get("busy"):
-        found.append(f"step times were taken at a load of {content['costs']['load']:.1f} a core: the machine was busy")
+        share = 100 * content["costs"]["others"]
+        found.append(f"step times were taken while other work held {share:.0f} % of the machine: do not rely on them")
     return found
 
 

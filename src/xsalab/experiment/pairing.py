@@ -51,9 +51,12 @@ def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[A
 
 
 def mismatch(a: Mapping[str, Any], b: Mapping[str, Any], factors: Sequence[str]) -> dict[str, tuple[Any, Any]]:
-    """The differences that the declared factors do not cover; empty for a pair."""
+    """The differences that the declared factors do not cover; empty for a pair.
+
+    Another machine of the same kind is none: it is reported, and no claim about time is made then.
+    """
     found = undeclared(differences(a, b), factors)
-    return {name: values for name, values in found.items() if not _explained(name, factors)}
+    return {name: values for name, values in found.items() if name != "machine" and not _explained(name, factors)}
 
 
 def _explained(name: str, factors: Sequence[str]) -> bool:
@@ -172,3 +175,17 @@ def _table(contrast: Contrast, seeds: Sequence[int], rows: Sequence[Any]) -> Pai
         seeds=tuple(seeds), items=tuple(items), treatment=values[0], baseline=values[1],
         weights=weights, metric="val_bpb", unit=math.log(2),
     )  # fmt: skip
+
+
+def twin_agrees(experiment: Experiment, store: RunStore) -> bool | None:
+    """Whether the cell that was run twice agrees to the bit in weights and losses; None while a run is missing."""
+    point, seed = experiment.points[0].name, experiment.seeds[0]
+    first, second = (store.run(Cell(point, arm, seed)) for arm in (experiment.baseline, "twin"))
+    if first.state != "finished" or second.state != "finished":
+        return None
+
+    def numbers(run: RunFolder) -> list[Mapping[str, Any]]:
+        return [{k: v for k, v in row.items() if not k.endswith("seconds")} for row in run.metrics()]
+
+    same_weights = first.status["weights"] == second.status["weights"]
+    return same_weights and numbers(first) == numbers(second) and first.scores() == second.scores()

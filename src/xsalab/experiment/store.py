@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..eval import ItemScore
-from ..train.checkpoint import explain_disk, write_atomic
+from ..files import explain_disk, write_atomic
 from .design import Cell, Experiment
 
 

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 
 from ..config import digest, dump
-from ..eval.throughput import interleaved_step_times, load_average, median_of, saved_bytes
+from ..eval.throughput import busy_share, interleaved_step_times, median_of, saved_bytes
+from ..files import write_atomic
 from ..stats import ratio_estimate
-from ..train.checkpoint import write_atomic
+from .building import batches, build_state, compute_dtype, open_corpus
 from .design import CONTROLS, Cell, Experiment, resolve
-from .environment import environment
-from .run import batches, build_state, compute_dtype, import_plugins, open_corpus, read_plugins
+from .fingerprint import environment
+from .plugins import import_plugins, read_plugins
 from .store import RunStore
 
 ROUNDS = 8
-BUSY = 0.75  # load a core, before we begin, above which the times are said to be unreliable
+BUSY = 0.1  # share of the cores that others hold before we begin, above which the times are said to be unreliable
 CONTROL = "timing control"  # the baseline once more, timed against itself
 
 
@@ -63,9 +64,9 @@ def measure_costs(
 ) -> dict[str, Any]:
     """Times every arm and the baseline against the baseline, A B C C B A, and stores the result.
 
-    Run it while nothing else runs: the load at the start is stored, and the report says when it was high.
+    Run it while nothing else runs: what others hold of the machine is stored, and the report says when it is much.
     """
-    load = load_average()
+    others = busy_share()
     import_plugins(read_plugins(experiment.path, experiment.plugins))
     costs: list[dict[str, Any]] = []
     times_by_point: dict[str, Any] = {}
@@ -106,7 +107,7 @@ def measure_costs(
         record = environment(base.train, compute_dtype(base), states[experiment.baseline].token_nats is not None)
     torch.set_num_threads(threads)
     content = {
-        "key": _key(experiment), "rounds": ROUNDS, "load": load, "busy": load is not None and load > BUSY,
+        "key": _key(experiment), "rounds": ROUNDS, "others": others, "busy": others is not None and others > BUSY,
         "costs": costs, "points": times_by_point, "environment": record,
     }  # fmt: skip
     write_atomic(store.folder / "timing.json", json.dumps(content, indent=1))

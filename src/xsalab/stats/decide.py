@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy import optimize, special, stats  # pyright: ignore[reportMissingTypeStubs]
 
-from xsalab.stats.paired import LEAST_SEEDS, Estimate, Floats, clopper_pearson, t_quantile
+from .paired import LEAST_SEEDS, Estimate, Floats, clopper_pearson, t_quantile
 
 _stats: Any = stats  # scipy comes without types
 _optimize: Any = optimize
