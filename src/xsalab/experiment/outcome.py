@@ -27,12 +27,13 @@ from ..stats import (
     sign_flip,
 )
 from ..stats.paired import LEAST_SEEDS
-from .design import Arm, Cell, Experiment, contrasts, expand
+from .design import Arm, Cell, Contrast, Experiment, contrasts, expand, resolve
 from .pairing import PairSet, pairs, twin_agrees
 from .store import RunStore
 from .timing import measured_costs
 
 FORMAT = 1
+OPTIMIZERS = {"hybrid": "Muon + AdamW", "muon": "plain Muon + AdamW", "adamw": "AdamW"}
 
 
 def describe_arm(arm: Arm) -> str:
@@ -147,8 +148,17 @@ def _contrast(
         verdict = decide(None, margin=1.0, estimate90=None, diverged=lost)
     if verdict is not None:
         row["verdict"] = {**vars(verdict), "text": str(verdict)}
-        row["sentence"] = sentence(row["label"], contrast.baseline, estimate, verdict, metric="bpb")
+        row["sentence"] = sentence(row["label"], _under(experiment, contrast), estimate, verdict, metric="bpb")
     return row
+
+
+def _under(experiment: Experiment, contrast: Contrast) -> str:
+    """The baseline in words, with the optimizer where both arms have the same: "standard under Muon + AdamW"."""
+    kinds = {
+        resolve(experiment, Cell(contrast.point, arm, experiment.seeds[0])).optim.kind
+        for arm in (contrast.treatment, contrast.baseline)
+    }
+    return f"{contrast.baseline} under {OPTIMIZERS[kinds.pop()]}" if len(kinds) == 1 else contrast.baseline
 
 
 def _over_documents(table: PairTable) -> dict[str, float | None] | None:

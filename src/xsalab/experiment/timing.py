@@ -20,7 +20,7 @@ from .fingerprint import environment
 from .plugins import import_plugins, read_plugins
 from .store import RunStore
 
-ROUNDS = 8
+ROUNDS = 16
 BUSY = 0.1  # share of the cores that others hold before we begin, above which the times are said to be unreliable
 CONTROL = "timing control"  # the baseline once more, timed against itself
 

@@ -69,7 +69,7 @@ class _ExcludeSelf(torch.autograd.Function):
         yf, vf, strength = _split(y, v, alpha)
         # The floor is the smallest normal number: a larger one would leave part of a short v in place.
         c = _dot(yf, vf) / _dot(vf, vf).clamp_min(torch.finfo(yf.dtype).tiny)
-        return (yf - strength * c * vf).flatten(2, 3).to(y.dtype)
+        return torch.addcmul(yf, strength * c, vf, value=-1).flatten(2, 3).to(y.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
@@ -84,11 +84,11 @@ class _ExcludeSelf(torch.autograd.Function):
         c, d = _dot(yf, vf) / n, gv / n
         grad_y = grad_v = grad_alpha = None
         if ctx.needs_input_grad[0]:
-            grad_y = (g - strength * d * vf).flatten(2, 3).to(y.dtype)
+            grad_y = torch.addcmul(g, strength * d, vf, value=-1).flatten(2, 3).to(y.dtype)
         if ctx.needs_input_grad[1]:
-            # below the floor n is a constant and its derivative, the last term, is 0
-            through_n = torch.where(norm > tiny, 2 * c, 0.0) * (d * vf)
-            grad_v = -(strength * (d * yf + c * g - through_n)).sum(3).to(v.dtype)
+            # c (g − 2 (d v)) + d y, in as few passes; below the floor n is a constant and 2 (d v), its derivative, is 0
+            inner = torch.addcmul(g, torch.where(norm > tiny, 2 * d, 0.0), vf, value=-1)
+            grad_v = (inner.mul_(-strength * c).addcmul_(-strength * d, yf)).sum(3).to(v.dtype)
         if isinstance(alpha, Tensor) and ctx.needs_input_grad[2]:
             each = -(c * gv).sum((0, 1)).view(-1)  # (h,)
             grad_alpha = (each if alpha.ndim else each.sum()).to(alpha.dtype)
