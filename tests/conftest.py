@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jaxtyping import install_import_hook
 
-from xsalab.config import set_dotted
+# Shapes and dtypes in signatures are checked while the tests run; model/ has them in words, for exports.
+install_import_hook(["xsalab.data", "xsalab.optim"], "beartype.beartype")
+
+from xsalab.config import set_dotted  # noqa: E402
 
 WORDS = ["token", "layer", "value", "head", "query", "row", "sum", "mean", "alpha", "the", "of", "and", "to", "in"]
 

@@ -277,11 +277,12 @@ def _compare(fast: Callable[..., Tensor], plain: Callable[..., Tensor], inputs: 
 
 def compiled_paths() -> Iterator[Check]:
     """torch.compile against eager mode: one step from a common state, and the losses of steps 0 to 4."""
-    for alpha in (1.0, {"from": 0.0, "to": 1.0}):
-        choice = VariantChoice("xsa", options={"alpha": alpha})
-        eager, compiled = (_training_losses(choice, torch.float32, 5, compiled=flag) for flag in (False, True))
-        gap = _difference(torch.tensor(eager), torch.tensor(compiled))
-        yield Check(f"compiled, alpha = {alpha}", gap, 1e-4, "losses of steps 0 to 4")
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 1e-3)):
+        for alpha in (1.0, {"from": 0.0, "to": 1.0}):
+            choice = VariantChoice("xsa", options={"alpha": alpha})
+            eager, compiled = (_training_losses(choice, dtype, 5, compiled=flag) for flag in (False, True))
+            gap = _difference(torch.tensor(eager), torch.tensor(compiled))
+            yield Check(f"compiled, alpha = {alpha}, {_name(dtype)}", gap, tolerance, "losses of steps 0 to 4")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -60,7 +60,9 @@ def test_the_variant_trains_pairs_and_is_reported(page: Path) -> None:
     assert any(row["differences"]), "the variant changed nothing"
     assert all(name.split(".")[0] in ("config", "variant") for name in row["differs"]), row["differs"]
     assert row["verdict"]["word"] in ("better", "worse", "equivalent", "inconclusive")
-    assert told["headline"][0].startswith("gated (token-gated, start = 0.25, layers last:1) against standard under Muon + AdamW: Δ bpb")
+    assert told["headline"][0].startswith(
+        "gated (token-gated, start = 0.25, layers last:1) against standard under Muon + AdamW: Δ bpb"
+    )
     assert told["costs"]["costs"][0]["arm"] == "gated"
     html = Path(told["report"]).read_text(encoding="utf-8")
     assert "token-gated" in html

@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from jaxtyping import Int64
@@ -142,7 +142,7 @@ class Tokenizer:
         encoded = iter(self._encoder.encode_batch_fast(flat, add_special_tokens=False))
         return [[i for _ in parts for i in next(encoded).ids] for parts in pieces]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """The text; special tokens by their names, bytes that are no UTF-8 as the replacement character."""
         return b"".join(self._names[i] for i in ids).decode("utf-8", errors="replace")
 
