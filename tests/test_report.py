@@ -225,8 +225,8 @@ def test_the_page_says_what_the_outcome_says(
     cost = {"point": "base", "arm": "xsa", "ratio": 1.0234, "low": 1.011, "high": 1.0345, "seconds": 0.06,
             "saved_bytes": 15220012, "saved_ratio": 1.0357}  # fmt: skip
     base = {"baseline_seconds": 0.0655, "baseline_saved_bytes": 14695724}
-    costs = {"rounds": 8, "others": 0.4, "busy": True, "costs": [cost, {**cost, "arm": "timing control", "ratio": 0.987}],
-             "points": {"base": base}}  # fmt: skip
+    control = {**cost, "arm": "timing control", "ratio": 0.987}
+    costs = {"rounds": 8, "others": 0.4, "busy": True, "costs": [cost, control], "points": {"base": base}}
     monkeypatch.setattr(outcome_module, "measured_costs", lambda experiment, store: costs)
     experiment, store = whole
     page, content = page_of(experiment, store), outcome(experiment, store)
