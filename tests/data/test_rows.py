@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from data.texts import sentences
 from xsalab.data import Corpus, DataConfig, Rows, Tokenizer, batch_at, prepare
+from xsalab.data import corpus as corpus_module
 from xsalab.data import rows as rows_module
 from xsalab.data.rows import Packing, nanochat_rows, pack
 
@@ -330,8 +331,8 @@ def test_a_prepared_corpus_is_reused(
     config: DataConfig, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus.rows(16)
-    monkeypatch.setattr(rows_module, "_build", None)
-    monkeypatch.setattr(rows_module, "pack", None)
+    monkeypatch.setattr(corpus_module, "_build", None)
+    monkeypatch.setattr(corpus_module, "pack", None)
     again = prepare(config, 300, tmp_path / "home")
     assert (again.folder, again.manifest, again.notes) == (corpus.folder, corpus.manifest, [])
     assert len(again.rows(16)) == corpus.rows(16).counts["rows"]
@@ -533,11 +534,11 @@ def test_interrupted_packing_starts_again(corpus: Corpus, monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(rows_module, "write_atomic", broken)  # killed between the rows and what is said of them
+        patch.setattr(corpus_module, "write_atomic", broken)  # killed between the rows and what is said of them
         with pytest.raises(KeyboardInterrupt):
             corpus.rows(16)
     with monkeypatch.context() as patch:
-        patch.setattr(rows_module, "_append", broken)
+        patch.setattr(corpus_module, "_append", broken)
         with pytest.raises(KeyboardInterrupt):
             corpus.rows(16)
     assert not list(corpus.folder.glob("*.partial"))
@@ -546,8 +547,8 @@ def test_interrupted_packing_starts_again(corpus: Corpus, monkeypatch: pytest.Mo
 
 def test_a_full_disk_is_told_in_bytes(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     message = r"disk full: 2,000 bytes needed, [\d,]+ free.*/dev/full"
-    with pytest.raises(OSError, match=message), rows_module._writing(Path("/dev/full")) as file:
-        rows_module._append(file, np.zeros(1000, dtype=np.uint16))
+    with pytest.raises(OSError, match=message), corpus_module._writing(Path("/dev/full")) as file:
+        corpus_module._append(file, np.zeros(1000, dtype=np.uint16))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 5))  # type: ignore[attr-defined]
     with pytest.raises(OSError, match=r"disk full: [\d,]+ bytes needed, 5 free"):
         corpus.rows(16)

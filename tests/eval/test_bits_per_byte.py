@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from xsalab.data.rows import TokenDocument
+from xsalab.data.corpus import TokenDocument
 from xsalab.eval import ItemScore
 from xsalab.eval.bits_per_byte import bits_per_byte, row_bits_per_byte, total_bpb, windows_of
 from xsalab.model import GPT, ModelConfig

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
-from ..data.rows import TokenDocument
+from ..data.corpus import TokenDocument
 from ..model import GPT
 from . import ItemScore
 

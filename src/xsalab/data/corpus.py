@@ -1,0 +1,469 @@
+"""Text to a prepared corpus on disk: tokens, an index of documents, the tokenizer and a manifest.
+
+``prepare`` tokenises once into ``home/corpora/<digest>`` and verifies what is there on every other use.
+``Corpus.rows`` packs the training documents once for each context.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import json
+import math
+import os
+import platform
+import shutil
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from filelock import FileLock
+
+from ..config import digest, dump
+from ..files import explain_disk, write_atomic
+from .rows import Packing, Rows, pack
+from .sources import DataConfig, Document, Source, SourceFile, list_files, open_source, share_of
+from .tokenizer import Tokenizer
+
+FORMAT = 1  # of the prepared folder; a change of layout prepares anew
+SIDES = ("train", "validation")
+DUPLICATE = "duplicate of a validation document"
+ENCODE_BATCH = 256  # documents a thread encodes at once
+T = TypeVar("T")
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenDocument:
+    """A tokenised document: ``tokens`` (n,) without the start token, and the UTF-8 bytes of its text."""
+
+    id: str
+    tokens: np.ndarray
+    bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """A prepared corpus. ``notes`` are lines for the user: what changed at the source since the preparation."""
+
+    folder: Path
+    manifest: dict[str, Any]
+    tokenizer: Tokenizer
+    notes: list[str]
+
+    def documents(self, side: str) -> list[TokenDocument]:
+        """The documents of "train" or "validation" in source order; tokens are views of the mapped file."""
+        tokens = _map(self.folder / f"{side}.bin", self.manifest["dtype"])
+        index = pq.read_table(self.folder / f"{side}.documents.parquet")
+        ends = np.cumsum(index.column("tokens").to_numpy())
+        starts = ends - index.column("tokens").to_numpy()
+        names, sizes = index.column("id").to_pylist(), index.column("bytes").to_pylist()
+        return [
+            TokenDocument(name, tokens[start:end], size)
+            for name, start, end, size in zip(names, starts.tolist(), ends.tolist(), sizes, strict=True)
+        ]
+
+    def validation_documents(self) -> list[TokenDocument]:
+        """The held-out documents in source order."""
+        return self.documents("validation")
+
+    def rows(self, context: int) -> Rows:
+        """The training documents in rows of ``context`` + 1 tokens; packed on first use, verified on every other.
+
+        Raises ValueError if ``context`` is below 1 or the packed file was damaged, OSError if the disk is full.
+        """
+        if context < 1:
+            raise ValueError(f"context = {context}: must be at least 1")
+        data, about = self.folder / f"rows-{context}.bin", self.folder / f"rows-{context}.json"
+        dtype, pad = self.manifest["dtype"], self.tokenizer.pad
+        with FileLock(_lock(self.folder)):
+            if about.exists():
+                counts = json.loads(about.read_text(encoding="utf-8"))
+                _verify(data, counts, f"delete {about} to pack again")
+            else:
+                tokens = self.manifest["train"]["tokens"] + self.manifest["train"]["documents"]
+                _require_room(self.folder, (tokens // context + 1) * (context + 1) * np.dtype(dtype).itemsize)
+                packing = Packing()
+                packed = pack(
+                    (document.tokens for document in self.documents("train")),
+                    bos=self.tokenizer.bos,
+                    pad=pad,
+                    width=context + 1,
+                    buffer=self.manifest["config"]["pack_buffer"],
+                    packing=packing,
+                )
+                _write_rows(data, packed, dtype)
+                counts = {"context": context, "dtype": dtype, **packing.summary(context + 1), **_fingerprint(data)}
+                write_atomic(about, _json(counts))
+        tokens = _map(data, dtype).reshape(-1, context + 1)
+        return Rows(tokens, pad, digest({"sha256": counts["sha256"], "context": context}), counts)
+
+
+# Preparing
+
+
+def prepare(config: DataConfig, vocab_size: int, home: Path, progress: Progress | None = None) -> Corpus:
+    """The corpus of ``config`` under ``home``, prepared on first use and verified on every other.
+
+    The list of source files is frozen at the first preparation, so that the validation text never changes; what
+    differs at the source later is told in ``Corpus.notes``. ``progress`` gets a stage and the share done.
+    Raises ValueError naming file, field and remedy, OSError if the disk is full.
+    """
+    given = Tokenizer.load(config.tokenizer) if config.tokenizer else None
+    if given and given.vocab_size != vocab_size:
+        raise ValueError(
+            f"vocab_size = {vocab_size}: {config.tokenizer} has {given.vocab_size} tokens; use that number"
+        )
+    key = _key(config, vocab_size, given)
+    folder = Path(home) / "corpora" / digest(key)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(_lock(folder)):
+        if folder.exists():
+            manifest = _verified_manifest(folder)
+            notes = _source_notes(config, manifest["sources"])
+        else:
+            partial = folder.with_name(folder.name + ".partial")
+            if partial.exists():  # of a preparation that was killed: the lock is ours, so nobody writes there
+                shutil.rmtree(partial)
+            partial.mkdir()
+            try:
+                manifest = _build(config, key, vocab_size, given, partial, progress or (lambda stage, share: None))
+                os.replace(partial, folder)
+                _sync_folder(folder.parent)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+            notes = []
+    return Corpus(folder, manifest, Tokenizer.load(folder / "tokenizer.json"), notes)
+
+
+def _key(config: DataConfig, vocab_size: int, given: Tokenizer | None) -> dict[str, Any]:
+    """What the prepared files depend on, the files' own content apart."""
+    key = {**dump(config), "vocab_size": vocab_size, "format": FORMAT}
+    if config.source == "stdlib":
+        key["python"] = f"{platform.python_implementation()} {platform.python_version()}"
+    elif not config.source.startswith("climbmix:"):
+        key["source"] = str(Path(config.source).resolve())
+    if config.validation and Path(config.validation).is_file():
+        key["validation"] = str(Path(config.validation).resolve())
+    if given:
+        key["tokenizer"] = given.digest
+    return key
+
+
+def _build(
+    config: DataConfig, key: dict[str, Any], vocab_size: int, given: Tokenizer | None, folder: Path, progress: Progress
+) -> dict[str, Any]:
+    """Writes all files of a corpus into ``folder`` and returns its manifest."""
+    progress("reading", 0.0)
+    source = open_source(config)
+    skipped = {side: Counter[str]() for side in SIDES}
+    held_out = {text_hash(document.text) for document in source.documents("validation", Counter())}
+    if not held_out:
+        raise ValueError(_too_small(config, source))
+    if next(_training(source, held_out, Counter()), None) is None:
+        raise ValueError(f"data.source = {config.source!r}: no training document is left beside the validation text")
+    tokenizer = given
+    if tokenizer is None:
+        progress("training the tokenizer", 0.0)
+        # Files in the order of their names' hashes: a limit below the whole takes from all over the source.
+        texts = _first_bytes(_training(source, held_out, Counter(), share_of), int(config.tokenizer_megabytes * 1e6))
+        tokenizer = Tokenizer.train(texts, vocab_size)
+    tokenizer.save(folder / "tokenizer.json")
+
+    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    sides = {
+        "train": _training(source, held_out, skipped["train"]),
+        "validation": source.documents("validation", skipped["validation"]),
+    }
+    counts = {
+        side: _write_side(_watch(documents, files, f"tokenising {side}", progress), tokenizer, folder, side, dtype)
+        for (side, documents), files in zip(sides.items(), (source.train, source.validation), strict=True)
+    }
+    train, validation = (
+        set(pq.read_table(folder / f"{side}.documents.parquet").column("sha256").to_pylist()) for side in SIDES
+    )
+    assert train.isdisjoint(validation), "a document is on both sides"
+    if source.fraction:  # both sides read every file: what was skipped is the same, and counted once
+        skipped["validation"].clear()
+    manifest = {
+        "format": FORMAT,
+        "config": key,
+        "dtype": dtype,
+        "tokenizer": tokenizer.digest,
+        "validation_rule": source.rule,
+        **counts,
+        "duplicates_dropped": skipped["train"].pop(DUPLICATE, 0),
+        "overlap": len(train & validation),
+        "skipped": dict(skipped["train"] + skipped["validation"]),
+        "ignored_files": source.ignored,
+        "unigram_bits_per_byte": unigram_entropy(_map(folder / "validation.bin", dtype), counts["validation"]["bytes"]),
+        "sources": {file.name: _source_record(file) for file in source.files},
+        "files": {path.name: _fingerprint(path) for path in sorted(folder.iterdir())},
+    }
+    write_atomic(folder / "manifest.json", _json(manifest))
+    _sync_folder(folder)
+    progress("prepared", 1.0)
+    return manifest
+
+
+def _training(
+    source: Source, held_out: set[bytes], skipped: Counter[str], order: Callable[[str], Any] | None = None
+) -> Iterator[Document]:
+    """The training documents whose very text is not held out as well; the others are counted in ``skipped``."""
+    for document in source.documents("train", skipped, order):
+        if text_hash(document.text) in held_out:
+            skipped[DUPLICATE] += 1
+        else:
+            yield document
+
+
+def text_hash(text: str) -> bytes:
+    """SHA-256 of the text's UTF-8 bytes, 32 bytes: what makes two documents the same."""
+    return hashlib.sha256(text.encode()).digest()
+
+
+def _too_small(config: DataConfig, source: Source) -> str:
+    """The message for a validation side without any document."""
+    if config.validation:
+        return f"data.validation = {config.validation!r}: holds no text"
+    message = f"data.source = {config.source!r}: too small for validation, none of the {source.rule}"
+    if not source.fraction:
+        return f"{message}; raise data.validation_fraction or name a data.validation file"
+    shares = sorted({share_of(document.text) for document in source.documents("train", Counter())})
+    if len(shares) < 2:
+        return f"{message}: {len(shares)} distinct document(s); give more, or name a data.validation file"
+    enough = f"{math.ceil(shares[0] * 1000 + 1) / 1000:g} holds out at least one of {len(shares)}"
+    return f"{message}; raise data.validation_fraction ({enough}), name a data.validation file, or give more text"
+
+
+def _first_bytes(documents: Iterable[Document], limit: int) -> Iterator[str]:
+    """Texts until ``limit`` bytes have been given."""
+    for document in documents:
+        if limit <= 0:
+            return
+        limit -= len(document.text.encode())
+        yield document.text
+
+
+def _watch(
+    documents: Iterable[Document], files: Sequence[SourceFile], stage: str, progress: Progress
+) -> Iterator[Document]:
+    """Passes documents on and reports the share of the files read so far, in steps of about one per cent."""
+    sizes = {file.name: file.path.stat().st_size for file in files}
+    total = max(sum(sizes.values()), 1)
+    name, before, inside, told = "", 0, 0, -1.0
+    for document in documents:
+        if (file := document.id.rpartition(":")[0]) != name:
+            before, inside, name = before + sizes.get(name, 0), 0, file
+        inside += len(document.text)
+        # the text of a compressed file is longer than the file
+        share = min((before + min(inside, sizes[file])) / total, 1.0)
+        if share - told >= 0.01:
+            progress(stage, share)
+            told = share
+        yield document
+
+
+def _write_side(
+    documents: Iterable[Document], tokenizer: Tokenizer, folder: Path, side: str, dtype: str
+) -> dict[str, int]:
+    """Writes ``<side>.bin`` and ``<side>.documents.parquet``; returns the counts."""
+
+    def encode(batch: Sequence[Document]) -> tuple[list[tuple[str, bytes, int, int]], np.ndarray]:
+        encoded = tokenizer.encode([document.text for document in batch])
+        index = []
+        for document, ids in zip(batch, encoded, strict=True):
+            index.append((document.id, text_hash(document.text), len(document.text.encode()), len(ids)))
+        return index, np.fromiter(itertools.chain.from_iterable(encoded), dtype=dtype)
+
+    index: list[tuple[str, bytes, int, int]] = []
+    with _writing(folder / f"{side}.bin") as file:
+        for entries, tokens in _threaded(encode, _batched(documents, ENCODE_BATCH)):
+            index += entries
+            _append(file, tokens)
+    names, hashes, sizes, lengths = zip(*index, strict=True) if index else ((), (), (), ())
+    table = pa.table(
+        {
+            "id": pa.array(names, pa.string()),
+            "sha256": pa.array(hashes, pa.binary(32)),
+            "bytes": pa.array(sizes, pa.int64()),
+            "tokens": pa.array(lengths, pa.int64()),
+        }
+    )
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    with _writing(folder / f"{side}.documents.parquet") as file:
+        _append(file, np.frombuffer(sink.getvalue(), dtype=np.uint8))
+    return {"documents": len(index), "tokens": sum(lengths), "bytes": sum(sizes)}
+
+
+def unigram_entropy(tokens: np.ndarray, size: int) -> float:
+    """Bits per byte of the code that knows the tokens' frequencies alone: H(tokens) · tokens / bytes."""
+    counts = np.unique(tokens, return_counts=True)[1].astype(np.float64)
+    return float(-(counts * np.log2(counts / counts.sum())).sum() / size)
+
+
+# Verifying
+
+
+def _verified_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        path = folder / "manifest.json"
+        raise ValueError(f"{path}: missing or damaged; delete {folder} to prepare again") from None
+    for name, expected in manifest["files"].items():
+        _verify(folder / name, expected, f"delete {folder} to prepare again")
+    return manifest
+
+
+def _verify(path: Path, expected: dict[str, Any], remedy: str) -> None:
+    """Raises ValueError unless ``path`` has the size and the SHA-256 that were written down."""
+    if not path.exists():
+        raise ValueError(f"{path}: missing; {remedy}")
+    if path.stat().st_size != expected["size"]:
+        raise ValueError(f"{path}: has {path.stat().st_size} bytes instead of {expected['size']}; {remedy}")
+    if _sha256(path) != expected["sha256"]:
+        raise ValueError(f"{path}: changed since it was written (SHA-256 differs); {remedy}")
+
+
+def _source_notes(config: DataConfig, frozen: dict[str, Any]) -> list[str]:
+    """One line for each kind of change at the source since the corpus was prepared."""
+    if config.source.startswith("climbmix:"):
+        return []  # a shard by its number; the copy in the cache is not needed any more
+    exists = config.source == "stdlib" or Path(config.source).exists()
+    now = {file.name: file for file in (list_files(config)[0] if exists else [])}
+    if config.validation and Path(config.validation).is_file():
+        outside = f"validation/{Path(config.validation).name}"
+        now |= {outside: SourceFile(outside, Path(config.validation))} if outside in frozen else {}
+    added = [name for name in now if name not in frozen]
+    gone = [name for name in frozen if name not in now]
+    changed = [name for name, record in frozen.items() if name in now and _differs(now[name].path, record)]
+    return [
+        f"{config.source}: {len(names)} file(s) {what}, first {names[0]}; the corpus stays as it was prepared"
+        for names, what in (
+            (added, "added since the preparation are not used"),
+            (gone, "are gone since the preparation"),
+            (changed, "changed since the preparation"),
+        )
+        if names
+    ]
+
+
+def _differs(path: Path, record: dict[str, Any]) -> bool:
+    state = path.stat()
+    if state.st_size == record["size"] and state.st_mtime_ns == record["mtime_ns"]:
+        return False
+    return state.st_size != record["size"] or _sha256(path) != record["sha256"]
+
+
+def _source_record(file: SourceFile) -> dict[str, Any]:
+    return {**_fingerprint(file.path), "mtime_ns": file.path.stat().st_mtime_ns}
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# Files
+
+
+def _write_rows(path: Path, rows: Iterator[np.ndarray], dtype: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    try:
+        with _writing(partial) as file:
+            for block in _batched(rows, 4096):
+                _append(file, np.stack(block).astype(dtype))
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _map(path: Path, dtype: str) -> np.ndarray:
+    if not path.stat().st_size:
+        return np.zeros(0, dtype=dtype)  # an empty file cannot be mapped
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+
+
+class _writing:
+    """A binary file that is on the disk when the block ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> FileIO:
+        self._file = self._path.open("wb", buffering=0)  # a buffer would hide the message by failing again on close
+        return self._file
+
+    def __exit__(self, *exception: object) -> None:
+        with self._file as file:
+            if exception[0] is None:
+                os.fsync(file.fileno())
+
+
+def _append(file: FileIO, values: np.ndarray) -> None:
+    """Writes ``values``. Raises OSError with the bytes needed and free where the disk is full."""
+    rest = memoryview(values.tobytes())
+    try:
+        while rest:  # an unbuffered file may take a part only
+            rest = rest[file.write(rest) :]
+    except OSError as error:
+        raise explain_disk(error, Path(str(file.name)), values.nbytes) from error
+
+
+def _require_room(folder: Path, needed: int) -> None:
+    """Raises OSError before anything is written where ``needed`` bytes do not fit on the disk of ``folder``."""
+    if shutil.disk_usage(folder).free < needed:
+        raise explain_disk(OSError(errno.ENOSPC, ""), folder, needed)
+
+
+def _threaded(work: Callable[[Any], T], items: Iterable[Any]) -> Iterator[T]:
+    """``map(work, items)`` on as many threads as there are processors, in order, with few items in flight."""
+    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(threads) as pool:
+        pending: deque[Future[T]] = deque()
+        for item in items:
+            pending.append(pool.submit(work, item))
+            if len(pending) > 2 * threads:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def _batched(items: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:
+    """Tuples of ``size`` items, the last perhaps shorter (itertools has it from Python 3.12 on)."""
+    iterator = iter(items)
+    while batch := tuple(itertools.islice(iterator, size)):
+        yield batch
+
+
+def _lock(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".lock")
+
+
+def _sync_folder(folder: Path) -> None:
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
