@@ -171,7 +171,7 @@ def test_a_late_step_draws_one_permutation(monkeypatch: pytest.MonkeyPatch) -> N
     """F086: no walk through the samples before it."""
     drawn = []
     plain = rows_module._permutation
-    monkeypatch.setattr(rows_module, "_permutation", lambda *key: drawn.append(key) or plain(*key))
+    monkeypatch.setattr(rows_module, "_permutation", lambda *key, **stream: drawn.append(key) or plain(*key, **stream))
     rows_module._epoch.cache_clear()
     assert len(ids(10**9, batch_rows=7)) == 7
     assert len(drawn) == 1
