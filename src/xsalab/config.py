@@ -86,10 +86,7 @@ def _explain(cls: type, fault: Any, where: str) -> str:
     place = [str(part) for part in fault["loc"] if not str(part).startswith(("function-", "tagged-"))]
     prefix = f"{where}: " if where else ""
     if fault["type"] in ("unexpected_keyword_argument", "extra_forbidden"):
-        known = _fields_at(cls, place[:-1])
-        near = difflib.get_close_matches(place[-1], known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
-        return f"{prefix}unknown field {'.'.join(place)} = {fault['input']!r}; {hint}"
+        return prefix + unknown_field(".".join(place), fault["input"], _fields_at(cls, place[:-1]))
     if fault["type"] in ("missing", "missing_argument"):
         return f"{prefix}field {'.'.join(place)} is missing"
     message = fault["msg"].removeprefix("Value error, ")
@@ -97,6 +94,13 @@ def _explain(cls: type, fault: Any, where: str) -> str:
     if fault["type"] == "value_error":  # raised by a __post_init__, which names field and value itself
         return f"{prefix}{name + ': ' if name else ''}{message}"
     return f"{prefix}{name} = {fault['input']!r}: {message[0].lower()}{message[1:]}"
+
+
+def unknown_field(name: str, value: Any, known: Sequence[str]) -> str:
+    """The message for a field that is not there: with the nearest that is, else with all of them."""
+    near = difflib.get_close_matches(name.rsplit(".", 1)[-1], known, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known fields: {', '.join(known)}"
+    return f"unknown field {name} = {value!r}; {hint}"
 
 
 def _fields_at(cls: Any, path: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from ..config import build, config, dump, flat, read_toml, set_dotted
+from ..config import build, config, dump, flat, read_toml, set_dotted, unknown_field
 from ..data import DataConfig
 from ..eval.validation import EvalConfig
 from ..model import ModelConfig, VariantChoice
@@ -27,6 +27,7 @@ SECTIONS: dict[str, type] = {
     "data": DataConfig, "model": ModelConfig, "optim": OptimConfig, "train": TrainConfig, "eval": EvalConfig,
 }  # fmt: skip
 LEAST_ROWS = 4  # of a batch, for the null control to have an order to change
+TOP_LEVEL = ("name", "seeds", "baseline", "primary", "controls", "points", "arms", "plugins", *SECTIONS)
 RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 
 
@@ -143,9 +144,8 @@ def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool =
     ``known_variants`` be False (status and report run no code of others).
     """
     tables = read_toml(path, sets)
-    top = {"name", "seeds", "baseline", "primary", "controls", "points", "arms", "plugins", *SECTIONS}
-    if unknown := sorted(set(tables) - top):
-        build(_TopLevel, {key: tables[key] for key in unknown}, where=str(path))
+    if unknown := [key for key in tables if key not in TOP_LEVEL]:
+        raise ValueError("\n".join(f"{path}: {unknown_field(key, tables[key], TOP_LEVEL)}" for key in unknown))
     name = check_name(tables.get("name", path.stem), f"{path}: name")
     seeds = _seeds(tables.get("seeds", [0, 1, 2, 3]), path)
     arms = {key: _arm(key, value, path) for key, value in _table(tables, "arms", path).items()}
@@ -211,25 +211,6 @@ def _check_sizes(run: RunConfig, where: str, null: bool) -> None:
 def _with_sets(text: str, sets: Sequence[str]) -> str:
     """The file's text, and what the command line set on top of it as comments."""
     return text + "".join(f"\n# with --set {assignment!r}" for assignment in sets)
-
-
-@config
-class _TopLevel:
-    """Only to explain an unknown key with the names that exist."""
-
-    name: str = ""
-    seeds: int = 0
-    baseline: str = ""
-    primary: int = 0
-    controls: int = 0
-    points: int = 0
-    arms: int = 0
-    plugins: int = 0
-    data: int = 0
-    model: int = 0
-    optim: int = 0
-    train: int = 0
-    eval: int = 0
 
 
 def check_name(name: Any, where: str) -> str:

@@ -8,7 +8,7 @@ from .controls import HeadGate as HeadGate
 from .controls import SelfMasked as SelfMasked
 from .controls import Sink as Sink
 from .gpt import GPT as GPT
-from .init import count_parameters as count_parameters
+from .gpt import count_parameters as count_parameters
 from .init import init_weights as init_weights
 from .variant import QKV as QKV
 from .variant import Site as Site

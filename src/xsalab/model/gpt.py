@@ -160,3 +160,14 @@ class Counts(NamedTuple):
     def scaling(self) -> int:
         """The count that token budgets are a multiple of: matrices of the blocks, gates included, and the head."""
         return self.matrices + self.head
+
+
+def count_parameters(model: GPT) -> Counts:
+    """Parameters by role; every parameter is counted once."""
+    counts = dict.fromkeys(Counts._fields, 0)
+    for name, parameter in model.named_parameters():
+        role = name.split(".")[0]
+        if role == "blocks":
+            role = "other" if ".variant." in name else "matrices"
+        counts[role if role in counts else "other"] += parameter.numel()
+    return Counts(**counts)

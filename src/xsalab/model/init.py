@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from .gpt import GPT, Counts
+from .gpt import GPT
 
 
 def stream(seed: int, name: str) -> torch.Generator:
@@ -62,14 +62,3 @@ def init_weights(model: GPT, seed: int) -> None:
         else:
             raise ValueError(f"no rule gives parameter {name} {tuple(shape)} its first value")
         parameter.copy_(value)
-
-
-def count_parameters(model: GPT) -> Counts:
-    """Parameters by role; every parameter is counted once."""
-    counts = dict.fromkeys(Counts._fields, 0)
-    for name, parameter in model.named_parameters():
-        role = name.split(".")[0]
-        if role == "blocks":
-            role = "other" if ".variant." in name else "matrices"
-        counts[role if role in counts else "other"] += parameter.numel()
-    return Counts(**counts)
