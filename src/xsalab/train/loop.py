@@ -31,7 +31,7 @@ class TrainConfig:
     dtype: str = "auto"  # "float32", "bfloat16"; auto: bfloat16 where the processor has units for it
     device: str = "cpu"  # "cpu" or "cuda"
     threads: int = 1  # a run; runs are carried out side by side
-    compile: bool = False  # torch.compile; pays from width 512 or so, and on GPUs
+    compile: bool = False  # torch.compile; in small runs on CPUs it costs more than it saves
     attention: str = "sdpa"  # kernel: "sdpa", "blocked" (short windows in long contexts), "explicit"
     permute_rows: bool = False  # another order of the rows inside every batch: the null control
     checkpoint_steps: int = 50
