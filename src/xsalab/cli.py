@@ -172,9 +172,12 @@ def check(
 
     Example: xsalab check experiments/quick.toml
     """
+    import torch
+
     from .check import all_checks, experiment_choices
     from .experiment.design import expand, resolve
 
+    torch.set_num_threads(1)  # so small that threads only wait for each other, for minutes on a busy machine
     extra = ()
     if file is not None:
         experiment = _load(file, sets)
