@@ -338,12 +338,23 @@ def status(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -
 
     Example: xsalab status experiments/quick.toml --json
     """
-    from .experiment.design import expand
+    from .experiment.design import expand, resolve
     from .experiment.store import RunStore
 
     experiment = _load(file, sets, plugins=False)
     store = RunStore.of(experiment, out)
-    rows = [{"run": cell.name, **store.run(cell).status} for cell in expand(experiment)]
+    rows = []
+    for cell in expand(experiment):
+        run = store.run(cell)
+        row: dict[str, Any] = {
+            "run": cell.name,
+            "step": 0,
+            "steps": resolve(experiment, cell).train.steps,
+            **run.status,
+        }
+        if row["state"] == "running":  # status.json says where the process began; the log, where it is
+            row["step"] = max([row["step"], *(entry["step"] + 1 for entry in run.metrics() if "loss" in entry)])
+        rows.append(row)
     if json_:
         print(json.dumps(rows, ensure_ascii=False))
         return
@@ -352,9 +363,7 @@ def status(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -
         table.add_column(heading)
     for row in rows:
         bpb = f"{row['val_bpb']:.4f}" if "val_bpb" in row else ""
-        table.add_row(
-            row["run"], row["state"], f"{row.get('step', 0)}/{row.get('steps', '?')}", bpb, row.get("message", "")
-        )
+        table.add_row(row["run"], row["state"], f"{row['step']}/{row['steps']}", bpb, row.get("message", ""))
     console.print(table)
     states = [row["state"] for row in rows]
     print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))

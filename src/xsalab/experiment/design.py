@@ -261,6 +261,12 @@ def _arm(name: str, table: Any, path: Path) -> Arm:
         raise ValueError(f"{where}.variant = {variant!r}: the name of a variant")
     if isinstance(layers, list):
         layers = ",".join(str(layer) for layer in cast(list[Any], layers))
+    for field_name, value in sets:
+        if field_name.startswith(("data.", "eval.")) or field_name == "model.vocab_size":
+            raise ValueError(
+                f"{where}: {field_name} = {value!r}: arms are scored on the same text in the same way; "
+                f"set it in the section or in a [[points]] entry"
+            )
     return Arm(name, VariantChoice(variant, str(layers), options), tuple(sets))
 
 
@@ -316,8 +322,9 @@ def _check_variant(run: RunConfig, where: str) -> None:
     try:
         for layer in check_choice(run.variant, run.model):
             build_variant(run.variant, run.model, layer)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{where}: {error}") from None
+    except Exception as error:  # a constructor may be a user's own
+        words = str(error) if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{where}: {words}") from None
 
 
 def expand(experiment: Experiment) -> list[Cell]:
@@ -347,6 +354,10 @@ def contrasts(experiment: Experiment) -> list[Contrast]:
                 f"write two arms as 'xsa - standard'; arms: {arms}"
             )
         declared = (sides[0], sides[1])
+        if sides[0] == sides[1]:
+            raise ValueError(
+                f"{experiment.path}: primary.contrast = {experiment.primary.contrast!r}: two different arms"
+            )
     for point in experiment.points:
         pairs = [(arm, experiment.baseline) for arm in experiment.arms if arm not in CONTROLS]
         pairs = [pair for pair in pairs if pair[0] != pair[1]]

@@ -60,6 +60,8 @@ def mismatch(a: Mapping[str, Any], b: Mapping[str, Any], factors: Sequence[str])
 
 
 def _explained(name: str, factors: Sequence[str]) -> bool:
+    if name.startswith("start.") and ".variant." in name:
+        return True  # a variant's own parameters: their start is part of the variant, a factor of every pair
     for entry, causes in EXPLAINS.items():
         if name == entry or name.startswith(entry + "."):
             return any(factor == cause or factor.startswith(cause) for factor in factors for cause in causes)
@@ -154,6 +156,9 @@ def check_code(run: RunFolder, code: dict[str, str]) -> None:
 def check_pair(treatment: RunFolder, baseline: RunFolder, factors: Sequence[str]) -> dict[str, tuple[Any, Any]]:
     """The differences of two runs, all of them declared. ValueError naming the others."""
     a, b = treatment.read("fingerprint"), baseline.read("fingerprint")
+    for run, content in ((treatment, a), (baseline, b)):
+        if "config" not in content:
+            raise ValueError(f"{run.path}: fingerprint.json is missing; delete the run's folder to run it again")
     if found := mismatch(a, b, factors):
         raise ValueError(
             f"{treatment.path.name} and {baseline.path.name} are no pair: {describe(found)}. "

@@ -25,13 +25,14 @@ from ..eval.validation import EvalConfig, evaluate
 from ..files import folder_lock, make_folder
 from ..model import GPT, ModelConfig, VariantChoice
 from ..model.causality import check_causality
+from ..model.variant import VARIANTS
 from ..train import Diverged, Hook, StepMetrics, TrainState, train
 from ..train.checkpoint import load_checkpoint, load_model, model_tensors, save_checkpoint, save_tensors
 from .building import batches, build_state, derived, open_corpus
 from .design import Cell, RunConfig, config_differences
 from .fingerprint import fingerprint, state_digest
 from .pairing import describe, mismatch
-from .plugins import import_plugins
+from .plugins import PLUGIN, import_plugins
 from .store import MetricsLog, RunFolder
 from .trackers import TRACKERS
 
@@ -126,6 +127,12 @@ def run_cell(task: RunTask, event: Event = lambda cell, content: None) -> str:
             )
         for left in folder.path.glob(".*.tmp"):  # of a process that was killed while it wrote
             left.unlink()
+        stored = folder.read("config").get("plugins", {})
+        if known is not None and _from_plugin(config) and stored != dict(task.plugins):
+            raise ValueError(
+                f"{folder.path}: trained with another text of plugin {', '.join(stored) or '(none)'}. "
+                "Give the experiment another name, or delete that folder"
+            )
         if folder.state == "finished":
             shutil.rmtree(folder.path / "checkpoints", ignore_errors=True)
         if folder.state in ("finished", "diverged"):
@@ -222,6 +229,12 @@ def _diverged(folder: RunFolder, status: Mapping[str, Any], step: int, message: 
     return "diverged"
 
 
+def _from_plugin(config: RunConfig) -> bool:
+    """Whether the run's variant comes from a user's file."""
+    kind = VARIANTS.get(config.variant.name)
+    return kind is not None and kind.__module__.startswith(PLUGIN)
+
+
 _CHECKED: set[str] = set()
 
 
@@ -229,7 +242,12 @@ def check_causality_once(model: ModelConfig, choice: VariantChoice) -> None:
     """``check_causality``, once a process for each model and choice."""
     key = digest([dump(model), dump(choice)])
     if key not in _CHECKED:
-        check_causality(model, choice)
+        try:
+            check_causality(model, choice)
+        except (ValueError, OSError):
+            raise
+        except Exception as error:  # code of a user's own variant
+            raise ValueError(f"variant {choice.name!r} fails: {type(error).__name__}: {error}") from error
         _CHECKED.add(key)
 
 

@@ -53,7 +53,10 @@ class RunFolder:
         """A JSON file of the folder; {} where it is not there. ValueError naming the file where it is damaged."""
         path = self.path / f"{name}.json"
         try:
-            return json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(content, dict):
+                raise ValueError("not a table")
+            return content
         except FileNotFoundError:
             return {}
         except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -64,6 +65,14 @@ class ModelConfig:
         for name in ("window_share", "window_block"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if self.context < 2:
+            raise ValueError(f"context = {self.context}: must be at least 2")
+        for name in ("embedding_std", "head_std", "matrix_bound", "mlp_bound", "gate_bound"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be a finite number of at least 0")
+        for name in ("rotary_base", "norm_eps"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be a finite number above 0")
         for name in ("kv_heads", "head_dim"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be 0 (derived) or more")
@@ -84,7 +93,7 @@ class ModelConfig:
             raise ValueError(f"kv_heads = {self.kv_heads} does not divide heads = {self.heads}: use one of {legal}")
         if not self.window or set(self.window) - set("SL"):
             raise ValueError(f"window = {self.window!r}: one letter a layer, S (short) or L (full), such as 'SSSL'")
-        if not self.soft_cap >= 0:
+        if not 0 <= self.soft_cap < math.inf:
             raise ValueError(f"soft_cap = {self.soft_cap}: must be positive, or 0 for no cap")
         for switch, name in ((self.value_embeddings, "value_gate_channels"), (self.smear, "smear_channels")):
             if switch and not 1 <= getattr(self, name) <= self.width:

@@ -184,6 +184,8 @@ class Exclusive(Variant):
 
     def __init__(self, site: Site, alpha: Any = 1.0, against: str = "mixed", allow_any_alpha: bool = False) -> None:
         super().__init__(site)
+        if not isinstance(allow_any_alpha, bool):
+            raise ValueError(f"allow_any_alpha = {allow_any_alpha!r}: use true or false")
         if against not in ("mixed", "projected"):
             raise ValueError(f"against = {against!r}: use 'mixed' (value embedding included) or 'projected'")
         self.against = against

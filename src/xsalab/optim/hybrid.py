@@ -86,6 +86,17 @@ class OptimConfig:
         for name, value in vars(self).items():
             if (name.endswith("_lr") or name in ("lr_scale", "clip", "weight_decay")) and not 0 <= value < math.inf:
                 raise ValueError(f"{name} = {value}: must be a finite number of at least 0")
+        for name in ("reference_width", "reference_batch", "plain_muon_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+        if not self.polar_express:
+            raise ValueError("polar_express = []: at least one (a, b, c)")
+        momenta = ("muon_beta2", "plain_muon_momentum", "momentum_start", "momentum_peak", "momentum_end")
+        for name, beta in (*((m, getattr(self, m)) for m in momenta), *(("adamw_betas", b) for b in self.adamw_betas)):
+            if not 0 <= beta < 1:
+                raise ValueError(f"{name} = {beta}: must be at least 0 and below 1")
+        if not 0 < self.adam_eps < math.inf:
+            raise ValueError(f"adam_eps = {self.adam_eps}: must be a finite number above 0")
         if not 0 < self.warmdown <= 1:
             raise ValueError(f"warmdown = {self.warmdown}: a share of the steps, above 0 and at most 1")
         if self.warmup_steps < 0 or self.momentum_steps < 0:
