@@ -217,3 +217,14 @@ def test_variants_of_plugins_are_not_asked_for_where_none_is_imported(write_expe
     with pytest.raises(ValueError, match="variant = 'mine' is not known"):
         load_experiment(path)
     assert "mine" in load_experiment(path, known_variants=False).arms
+
+
+@pytest.mark.parametrize("name", ["eval.max_bytes", "eval.packing", "data.source", "model.vocab_size"])
+def test_an_arm_cannot_change_what_it_is_scored_on(name: str, write_experiment: Write) -> None:
+    with pytest.raises(ValueError, match=rf"arms.xsa: {name} = 'x': arms are scored on the same text"):
+        load_experiment(write_experiment(arms__xsa={"variant": "xsa", name: "x"}))
+
+
+def test_a_contrast_needs_two_arms(write_experiment: Write) -> None:
+    with pytest.raises(ValueError, match="two different arms"):
+        load_experiment(write_experiment(primary={"contrast": "xsa - xsa"}))

@@ -408,11 +408,63 @@ def test_a_plugin_added_later_leaves_the_other_arms_alone(lab: Any, plugin: Any)
     assert run.read("config")["plugins"] == {"mine.py": DOUBLE}
 
 
+def test_a_changed_plugin_is_not_reported_as_the_old_one(lab: Any, plugin: Any) -> None:
+    """The runs are finished: asked again with another text, they are refused and not taken for its results."""
+    home = lab(plugins=[plugin(DOUBLE)], arms__double={"variant": "double"})
+    home.run("double")
+    plugin(DOUBLE.replace("2 *", "3 *"))
+    with pytest.raises(ValueError, match=r"trained with another text of plugin mine.py"):
+        home.run("double")
+    home.run("standard")  # no variant of the plugin: nothing to it
+
+
+CHANCE = """
+import torch
+from torch import nn
+from xsalab.model import Variant, variant
+
+@variant("chance")
+class Chance(Variant):
+    def __init__(self, site):
+        super().__init__(site)
+        self.gate = nn.Linear(site.width, 1, bias=False)
+
+    def forward(self, t, attend):
+        return attend(t.q, t.k, t.v) * self.gate(t.x.float()).sigmoid().unsqueeze(-1).to(t.x.dtype)
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (CHANCE, "starts .*gate.weight with random or unset numbers"),
+        (CHANCE.replace("nn.Linear(site.width, 1, bias=False)", "torch.rand").replace(
+            "self.gate(t.x.float())", "self.gate(t.x.shape[:2] + (1,))"), "other logits for the same tokens"),
+        (CHANCE.replace("nn.Linear(site.width, 1, bias=False)", "None").replace(
+            "self.gate(t.x.float())", "t.x[..., :3]"), "fails: RuntimeError"),
+    ],
+    ids=["random start", "random forward", "wrong shape"],
+)  # fmt: skip
+def test_a_variant_of_chance_or_of_another_shape_is_refused(text: str, words: str, lab: Any, plugin: Any) -> None:
+    home = lab(plugins=[plugin(text)], arms__chance={"variant": "chance"})
+    with pytest.raises(ValueError, match=words):
+        home.run("chance")
+
+
+def test_arms_may_differ_in_the_start_of_their_own_parameters(lab: Any) -> None:
+    """Two learned strengths: the start of α belongs to the variant, a factor of every pair."""
+    arms = {f"arms__{name}": {"variant": "xsa", "alpha": {"learned": "tanh", "start": start}}
+            for name, start in (("low", 0.0), ("high", 0.5))}  # fmt: skip
+    home = lab(seeds=[0], controls__null=False, controls__twin=False, **arms)
+    home.run_all()
+    assert {row["state"] for row in outcome(home.experiment, home.store)["runs"]} == {"finished"}
+
+
 def test_a_changed_plugin_is_no_resume(lab: Any, plugin: Any, stop: Any) -> None:
     home = lab(plugins=[plugin(DOUBLE)], arms__double={"variant": "double"})
     stop(home.task("double"), 2)
     plugin(DOUBLE.replace("2 *", "3 *"))
-    with pytest.raises(ValueError, match=r"began under other conditions: plugins.mine.py"):
+    with pytest.raises(ValueError, match=r"trained with another text of plugin mine.py"):
         home.run("double")
 
 
