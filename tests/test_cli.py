@@ -668,3 +668,15 @@ def test_a_progress_bar_on_a_terminal_has_an_eta(monkeypatch: pytest.MonkeyPatch
         update(4, "training xsa")
         time.sleep(0.2)
     assert "training xsa" in capsys.readouterr().err
+
+
+def test_status_of_a_live_run_is_where_its_log_is(write_experiment: Any, xsalab: Any, out: Path) -> None:
+    """status.json says where the process began; three logged steps later the run is at step 3."""
+    path, folder = write_experiment(), run_folder(out)
+    folder.path.mkdir(parents=True)
+    folder.write("status", {"state": "running", "step": 0, "steps": 9})
+    (folder.path / "metrics.jsonl").write_text("".join(f'{{"step": {s}, "loss": 5.0}}\n' for s in range(3)))
+    rows = json.loads(xsalab("status", str(path), "--out", str(out), "--json").out)
+    row = next(row for row in rows if row["run"] == "base.standard.s0")
+    assert (row["state"], row["step"]) == ("running", 3)
+    assert all(isinstance(other["steps"], int) for other in rows), "known before a run begins"

@@ -84,3 +84,13 @@ def test_a_wrong_number_is_named_with_what_would_do(change: dict, message: str) 
 
 def test_channels_of_a_part_that_is_off_do_not_matter() -> None:
     ModelConfig(width=8, heads=2, value_embeddings=False, smear=False)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("context", 1), ("embedding_std", -1.0), ("matrix_bound", float("nan")), ("norm_eps", float("nan")),
+     ("rotary_base", 0.0), ("soft_cap", float("inf"))],
+)  # fmt: skip
+def test_constants_that_cannot_work_are_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{field} = "):
+        ModelConfig(**{field: value})  # pyright: ignore[reportArgumentType]

@@ -436,3 +436,13 @@ def test_coefficients_are_stored_with_the_run() -> None:
 def test_a_wrong_number_is_named(change: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OptimConfig(**change)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("reference_batch", 0), ("reference_width", 0), ("plain_muon_steps", 0), ("polar_express", ()),
+     ("adamw_betas", (1.0, 0.95)), ("momentum_peak", 5.0), ("adam_eps", 0.0)],
+)  # fmt: skip
+def test_constants_that_cannot_work_are_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        OptimConfig(**{field: value})  # pyright: ignore[reportArgumentType]
