@@ -18,8 +18,9 @@ import torch
 
 from xsalab.eval.throughput import busy_share
 from xsalab.experiment.building import batches, build_state
-from xsalab.experiment.design import Cell, load_experiment, resolve
+from xsalab.experiment.design import Cell, resolve
 from xsalab.experiment.fleet import begin_experiment
+from xsalab.experiment.reading import load_experiment
 from xsalab.train import train_step
 
 BATCHES, STEPS, WARMUP = 200, 10, 2

@@ -22,7 +22,8 @@ from rich.console import Console
 from xsalab.config import dump
 from xsalab.eval import ItemScore
 from xsalab.experiment import outcome as outcome_module
-from xsalab.experiment.design import Cell, Experiment, expand, load_experiment, resolve
+from xsalab.experiment.design import Cell, Experiment, expand, resolve
+from xsalab.experiment.reading import load_experiment
 from xsalab.experiment.outcome import outcome, plus_minus
 from xsalab.experiment.store import RunStore
 from xsalab.report import embed, print_outcome, write_report

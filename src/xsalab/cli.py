@@ -82,8 +82,8 @@ def _note(text: str) -> None:
 def _load(path: Path, sets: list[str] | None, plugins: bool = True) -> Any:
     """The experiment; with ``plugins`` its variants' files are imported after their paths and hashes are printed."""
     from .config import read_toml
-    from .experiment.design import load_experiment
     from .experiment.plugins import import_plugins, read_plugins
+    from .experiment.reading import load_experiment
 
     if plugins:
         names = read_toml(path, sets or ()).get("plugins", [])
@@ -201,6 +201,10 @@ def run(
     file: File,
     out: Out = OUT,
     jobs: Annotated[int, typer.Option(min=0, help="runs side by side; 0: as many as the cores or GPUs hold")] = 0,
+    until_decided: Annotated[
+        bool, typer.Option("--until-decided", help="add seeds at fixed looks until the primary contrast is decided")
+    ] = False,
+    max_seeds: Annotated[int, typer.Option(help="the last look of --until-decided, declared before the runs")] = 12,
     sets: Sets = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="metrics to TensorBoard as well")] = False,
     wandb: Annotated[bool, typer.Option("--wandb", help="metrics to W&B as well, offline by default")] = False,
@@ -208,55 +212,96 @@ def run(
 ) -> None:
     """Carry out an experiment: every arm and seed, controls, timing, statistics, report.
 
-    Continues what was interrupted, and adds what a longer file asks for (seeds, arms).
+    Continues what was interrupted, and adds what a longer file asks for (seeds, arms). With --until-decided the seeds
+    come at looks (4, 6, 8, 12), and the intervals are wider, so that the error over all looks is 5 %.
 
     Example: xsalab run experiments/quick.toml
+    Example: xsalab run experiments/quick.toml --until-decided --max-seeds 8
     """
-    from .experiment.building import cannot_compile
-    from .experiment.fleet import default_jobs, run_tasks, tasks
     from .experiment.outcome import outcome
-    from .experiment.run import run_cell
+    from .experiment.stages import as_run, begin_looks, decided, next_look
     from .experiment.store import RunStore
-    from .experiment.timing import measure_costs, measured_costs
     from .files import folder_lock, make_folder
     from .report import print_outcome, write_report
 
-    experiment = _load(file, sets)
-    store = RunStore.of(experiment, out)
+    written = _load(file, sets)
+    store = RunStore.of(written, out)
     make_folder(store.folder)
+    trackers = [name for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)) if wanted]
+    spent: list[dict[str, Any]] = []
+    clock = {"begin": time.perf_counter()}
     with folder_lock(store.folder, "experiment"):
-        clock = {"begin": time.perf_counter()}
-        _prepare(experiment, out)
-        clock["corpus"] = time.perf_counter()
-        trackers = [name for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)) if wanted]
-        every = tasks(experiment, out, trackers)
-        ended = [task for task in every if store.run(task.cell).state in ("finished", "diverged")]
-        pending = [task for task in every if task not in ended]
-        for task in ended:  # trains nothing; a run of another configuration is found before hours are spent
-            run_cell(task)
-        jobs = jobs or default_jobs(max(task.config.train.threads for task in every), len(pending))
-        if any(task.config.train.compile for task in pending) and (reason := cannot_compile()):
-            _note(f"note: {reason}")
-        if pending:
-            _note(f"{len(pending)} of {len(every)} runs to do, {jobs} at a time")
-            with _run_progress(store, pending) as event:
-                run_tasks(pending, jobs, event)
-        clock["runs"] = time.perf_counter()
-        if experiment.controls.timing and not measured_costs(experiment, store):
-            with _bar("timing the arms in turns", 1.0) as update:
-                measure_costs(experiment, store, out, lambda done, total: update(done / total))
-        clock["timing"] = time.perf_counter()
-        result = outcome(experiment, store)
-        page = write_report(experiment, store, result)
+        experiment = begin_looks(written, store, max_seeds) if until_decided else as_run(written, store)
+        while True:
+            if experiment.looks:
+                _note(f"the look at {len(experiment.seeds)} of at most {experiment.looks[-1]} seeds")
+            experiment, statuses, jobs = _carry_out(experiment, store, out, jobs, trackers, clock)
+            spent += statuses
+            result = outcome(experiment, store)
+            page = write_report(experiment, store, result)
+            further = next_look(experiment, store) if until_decided and not decided(result) else None
+            if further is None:
+                break
+            experiment = further
         clock["report"] = time.perf_counter()
     if json_:
         print(json.dumps({**result, "report": str(page)}, ensure_ascii=False, allow_nan=False))
     else:
         print_outcome(result, console)
-        print(_parts(clock, [store.run(task.cell).status for task in pending], jobs))
+        print(_parts(clock, spent, jobs))
         print(f"report: {page}")
     if any(entry["state"] == "diverged" for entry in result["runs"]):
         raise typer.Exit(1)
+
+
+def _carry_out(
+    experiment: Any, store: Any, out: Path, jobs: int, trackers: list[str], clock: dict[str, float]
+) -> tuple[Any, list[dict[str, Any]], int]:
+    """The runs that are not there yet, the timing, and what follows from it for equal time.
+
+    Returns the experiment with its further runs, the statuses of the runs of this call, and how many ran side by side.
+    """
+    from .experiment.stages import equal_time_ratios, plan_equal_time, usable_costs
+    from .experiment.timing import measure_costs, measured_costs
+
+    _prepare(experiment, out)
+    clock.setdefault("corpus", time.perf_counter())
+    statuses, jobs = _train_missing(experiment, store, out, jobs, trackers)
+    clock["runs"] = time.perf_counter()
+    if experiment.controls.timing and not usable_costs(experiment, store):
+        with _bar("timing the arms in turns", 1.0) as update:
+            measure_costs(experiment, store, out, lambda done, total: update(done / total))
+    clock["timing"] = time.perf_counter()
+    if experiment.equal_time.rerun:
+        experiment = plan_equal_time(experiment, store, measured_costs(experiment, store))
+        if not equal_time_ratios(store):
+            _note("equal time: no run is planned from step times of a busy machine; run again when it is quiet")
+        further, jobs = _train_missing(experiment, store, out, jobs, trackers)
+        statuses += further
+        clock["equal time"] = time.perf_counter()
+    return experiment, statuses, jobs
+
+
+def _train_missing(
+    experiment: Any, store: Any, out: Path, jobs: int, trackers: list[str]
+) -> tuple[list[dict[str, Any]], int]:
+    from .experiment.building import cannot_compile
+    from .experiment.fleet import default_jobs, run_tasks, tasks
+    from .experiment.run import run_cell
+
+    every = tasks(experiment, out, trackers)
+    ended = [task for task in every if store.run(task.cell).state in ("finished", "diverged")]
+    pending = [task for task in every if task not in ended]
+    for task in ended:  # trains nothing; a run of another configuration is found before hours are spent
+        run_cell(task)
+    jobs = jobs or default_jobs(max(task.config.train.threads for task in every), len(pending))
+    if any(task.config.train.compile for task in pending) and (reason := cannot_compile()):
+        _note(f"note: {reason}")
+    if pending:
+        _note(f"{len(pending)} of {len(every)} runs to do, {jobs} at a time")
+        with _run_progress(store, pending) as event:
+            run_tasks(pending, jobs, event)
+    return [store.run(task.cell).status for task in pending], jobs
 
 
 def _parts(clock: dict[str, float], statuses: list[dict[str, Any]], jobs: int) -> str:
@@ -308,8 +353,11 @@ def train(
     Example: xsalab train experiments/quick.toml --arm xsa --seed 0
     """
     from .experiment.fleet import run_tasks, tasks
+    from .experiment.stages import as_run
+    from .experiment.store import RunStore
 
     experiment = _load(file, sets)
+    experiment = as_run(experiment, RunStore.of(experiment, out))
     store, _ = _prepare(experiment, out)
     point = point or experiment.points[0].name
     every = tasks(experiment, out)
@@ -339,10 +387,12 @@ def status(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -
     Example: xsalab status experiments/quick.toml --json
     """
     from .experiment.design import expand, resolve
+    from .experiment.stages import as_run
     from .experiment.store import RunStore
 
     experiment = _load(file, sets, plugins=False)
     store = RunStore.of(experiment, out)
+    experiment = as_run(experiment, store)
     rows = []
     for cell in expand(experiment):
         run = store.run(cell)
@@ -376,6 +426,7 @@ def report(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -
     Example: xsalab report experiments/quick.toml
     """
     from .experiment.outcome import outcome
+    from .experiment.stages import as_run
     from .experiment.store import RunStore
     from .report import print_outcome, write_report
 
@@ -383,6 +434,7 @@ def report(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -
     store = RunStore.of(experiment, out)
     if not store.folder.is_dir():
         raise ValueError(f"{store.folder}: nothing was run yet; begin with: xsalab run {file}")
+    experiment = as_run(experiment, store)
     result = outcome(experiment, store)
     page = write_report(experiment, store, result)
     if json_:

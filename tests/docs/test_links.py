@@ -10,7 +10,8 @@ import pytest
 import typer
 
 from xsalab.cli import app
-from xsalab.experiment.design import expand, load_experiment
+from xsalab.experiment.design import expand
+from xsalab.experiment.reading import load_experiment
 from xsalab.model import ModelConfig
 from xsalab.optim import OptimConfig
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from xsalab.experiment.design import Cell, Experiment, load_experiment
+from xsalab.experiment.design import Cell, Experiment
 from xsalab.experiment.fleet import begin_experiment, tasks
+from xsalab.experiment.reading import load_experiment
 from xsalab.experiment.run import RunTask, run_cell
 from xsalab.experiment.store import RunFolder, RunStore
 

@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from xsalab.experiment.building import derived
-from xsalab.experiment.design import expand, load_experiment, resolve
+from xsalab.experiment.design import expand, resolve
 from xsalab.experiment.fleet import begin_experiment, tasks
+from xsalab.experiment.reading import load_experiment
 from xsalab.experiment.run import check_causality_once, run_cell
 from xsalab.experiment.store import RunFolder
 

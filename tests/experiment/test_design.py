@@ -11,15 +11,14 @@ import pytest
 
 from xsalab.experiment.design import (
     Cell,
-    check_name,
     config_differences,
     contrasts,
     declared_factors,
     expand,
-    load_experiment,
     resolve,
     undeclared,
 )
+from xsalab.experiment.reading import check_name, load_experiment
 
 Write = Callable[..., Path]
 

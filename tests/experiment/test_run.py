@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from xsalab.eval.validation import evaluate
 from xsalab.experiment import fleet, plugins
 from xsalab.experiment import run as runs
-from xsalab.experiment.design import load_experiment
 from xsalab.experiment.fleet import begin_experiment, run_tasks, tasks
 from xsalab.experiment.outcome import outcome
 from xsalab.experiment.pairing import twin_agrees
+from xsalab.experiment.reading import load_experiment
 from xsalab.experiment.run import load_run, run_cell
 from xsalab.experiment.store import RunFolder, write_rows
 from xsalab.files import folder_lock

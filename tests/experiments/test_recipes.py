@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from xsalab.cli import app
 from xsalab.experiment.building import derived, scaling_parameters
-from xsalab.experiment.design import Cell, RunConfig, expand, load_experiment, resolve
+from xsalab.experiment.design import Cell, RunConfig, expand, resolve
+from xsalab.experiment.reading import load_experiment
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "experiments").glob("*.toml"))

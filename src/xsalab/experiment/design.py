@@ -3,32 +3,34 @@
 cell = point × arm × seed. Two runs of one point and seed are a pair when their configurations differ in the
 declared factors and nothing else. The controls are arms too: "null" (baseline with permuted rows), "positive"
 (baseline with a change known to hurt) and "twin" (one cell of the baseline, run again).
+
+What is compared is always a weighted sum over cells of one seed, Σ w · metric(point, arm) with Σ w = 0: an arm
+against another (+1, −1), a main effect, an interaction, a mean over points, a slope over points.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from ..config import build, config, dump, flat, read_toml, set_dotted, unknown_field
+from ..config import build, config, dump, flat, set_dotted
 from ..data import DataConfig
 from ..eval.validation import EvalConfig
 from ..model import ModelConfig, VariantChoice
-from ..model.variant import check_choice
 from ..optim import OptimConfig
 from ..train import TrainConfig
+from .factors import Factor
 
 CONTROLS = ("null", "positive", "twin")
 SECTIONS: dict[str, type] = {
     "data": DataConfig, "model": ModelConfig, "optim": OptimConfig, "train": TrainConfig, "eval": EvalConfig,
 }  # fmt: skip
-LEAST_ROWS = 4  # of a batch, for the null control to have an order to change
-TOP_LEVEL = ("name", "seeds", "baseline", "primary", "controls", "points", "arms", "plugins", *SECTIONS)
-RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
+SCALES = ("train.tokens", "model.depth", "model.context", "model.width")  # what a trend over points is taken along
 
 
 @config
@@ -48,9 +50,10 @@ class RunConfig:
 class Primary:
     """The contrast that the experiment is about, declared before the runs; ``margin`` is relative to the baseline."""
 
-    contrast: str = ""  # "xsa - standard"; empty: every arm against the baseline
+    contrast: str = ""  # the name of one: "xsa - standard", "(xsa - standard) x (adamw - muon)", … ; empty: none
     metric: str = "val_bpb"
     margin: float = 0.001
+    family: tuple[str, ...] = ()  # names of the contrasts that share the error of 5 % (Holm); empty: all of them
 
     def __post_init__(self) -> None:
         if self.metric != "val_bpb":
@@ -69,13 +72,41 @@ class Controls:
     timing: bool = True
 
 
+@config
+class EqualTime:
+    """Runs that make equal time a comparison of complete runs.
+
+    rerun: the slower of an arm and the baseline is trained again, in as many steps as the faster one's time holds.
+    slope: the baseline is trained again with ``share`` of the steps; its slope turns a step-time ratio into bpb.
+    target: the metric whose time to reach is told; 0: the baseline's mean.
+    """
+
+    rerun: bool = False
+    slope: bool = False
+    share: float = 0.9
+    target: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.5 <= self.share < 1:
+            raise ValueError(f"share = {self.share}: of the baseline's steps, at least 0.5 and below 1")
+        if not 0 <= self.target < math.inf:
+            raise ValueError(f"target = {self.target}: a value of the metric, or 0 for the baseline's mean")
+
+
 @dataclass(frozen=True)
 class Arm:
-    """One setting under test: a variant and the fields that it sets by dotted name, its declared factors."""
+    """One setting under test: a variant and the fields that it sets by dotted name, its declared factors.
+
+    steps: point -> number of steps, where this is another complete run of the arm ``of``; empty: as the point says.
+    against: the arm that it is compared with at equal time.
+    """
 
     name: str
     variant: VariantChoice
     sets: tuple[tuple[str, Any], ...] = ()
+    steps: Mapping[str, int] = field(default_factory=dict[str, int])
+    of: str = ""
+    against: str = ""
 
     @property
     def is_control(self) -> bool:
@@ -84,7 +115,7 @@ class Arm:
     @property
     def factors(self) -> tuple[str, ...]:
         """Dotted names of the fields, or groups of fields, that this arm declares to be different."""
-        return ("variant", *(name for name, _ in self.sets))
+        return ("variant", *(name for name, _ in self.sets), *(("train.tokens",) if self.steps else ()))
 
 
 @dataclass(frozen=True)
@@ -110,13 +141,49 @@ class Cell:
 
 
 @dataclass(frozen=True)
+class Term:
+    """``weight`` times the metric of an arm at a point."""
+
+    point: str
+    arm: str
+    weight: float
+
+
+@dataclass(frozen=True)
 class Contrast:
-    """``treatment`` minus ``baseline`` at one point. kind: "effect", "null" or "positive"."""
+    """``treatment`` minus ``baseline`` at one point. kind: "effect", "null", "positive" or "equal time"."""
 
     point: str
     treatment: str
     baseline: str
     kind: str
+    primary: bool = False
+
+    @property
+    def name(self) -> str:
+        """ "xsa - standard", as ``primary`` writes it."""
+        return f"{self.treatment} - {self.baseline}"
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """+1 treatment, −1 baseline."""
+        return Term(self.point, self.treatment, 1.0), Term(self.point, self.baseline, -1.0)
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A contrast of more than two cells of a seed. kind: "main", "interaction", "mean" or "trend" over points.
+
+    ``words`` is what it compares, for a sentence. ``point``: empty where it goes over several. ``scale``: the field
+    that a trend goes along; its unit is then the metric's for each doubling of that field.
+    """
+
+    name: str
+    kind: str
+    words: str
+    terms: tuple[Term, ...]
+    point: str = ""
+    scale: str = ""
     primary: bool = False
 
 
@@ -135,167 +202,10 @@ class Experiment:
     plugins: tuple[str, ...]
     path: Path
     text: str
-
-
-def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool = True) -> Experiment:
-    """Reads and checks an experiment; every cell is resolved once, so that nothing fails later.
-
-    Raises ValueError naming file, field, value and remedy. Plugins must have been imported before, or
-    ``known_variants`` be False (status and report run no code of others).
-    """
-    tables = read_toml(path, sets)
-    if unknown := [key for key in tables if key not in TOP_LEVEL]:
-        raise ValueError("\n".join(f"{path}: {unknown_field(key, tables[key], TOP_LEVEL)}" for key in unknown))
-    name = check_name(tables.get("name", path.stem), f"{path}: name")
-    seeds = _seeds(tables.get("seeds", [0, 1, 2, 3]), path)
-    arms = {key: _arm(key, value, path) for key, value in _table(tables, "arms", path).items()}
-    if not arms:
-        raise ValueError(f'{path}: no arms; write at least [arms.standard] with variant = "standard"')
-    if strange := [arm for arm in arms if arm not in _table(read_toml(path), "arms", path)]:
-        written = ", ".join(arm for arm in arms if arm not in strange) or "none"
-        raise ValueError(f"--set arms.{strange[0]}: no such arm in {path}; arms: {written}")
-    lower = [arm.lower() for arm in arms]  # folders of runs: names that differ in case alone are one on some systems
-    for arm in arms:
-        if arm.lower() in CONTROLS:
-            raise ValueError(f"{path}: arms.{arm}: this name belongs to a control; choose another")
-        if lower.count(arm.lower()) > 1:
-            raise ValueError(f"{path}: arms.{arm}: another arm's name differs in case alone; choose another")
-    baseline = tables.get("baseline", next(iter(arms)))
-    if not isinstance(baseline, str) or baseline not in arms:
-        raise ValueError(f"{path}: baseline = {baseline!r} is not an arm; arms: {', '.join(arms)}")
-    controls = build(Controls, _table(tables, "controls", path), f"{path}: controls")
-    arms |= _control_arms(controls, arms[baseline])
-    primary = build(Primary, _table(tables, "primary", path), f"{path}: primary")
-    given = tables.get("points", [{"name": "base"}])
-    if not isinstance(given, list) or not given:
-        raise ValueError(f"{path}: points = {given!r}: write each point as a table of its own, [[points]]")
-    points = tuple(_point(value, path) for value in cast(list[Any], given))
-    if len({point.name.lower() for point in points}) < len(points):
-        raise ValueError(f"{path}: points: two have the same name")
-    plugins = tables.get("plugins", [])
-    if not isinstance(plugins, list) or not all(isinstance(plugin, str) for plugin in cast(list[Any], plugins)):
-        raise ValueError(f"{path}: plugins = {plugins!r}: a list of Python files")
-    experiment = Experiment(
-        name, seeds, baseline, primary, controls,
-        {section: _table(tables, section, path) for section in SECTIONS},
-        points, arms, tuple(cast(list[str], plugins)), path, _with_sets(path.read_text(encoding="utf-8"), sets),
-    )  # fmt: skip
-    contrasts(experiment)
-    for cell in expand(experiment):
-        if cell.seed == seeds[0]:
-            run = resolve(experiment, cell)
-            _check_sizes(run, f"{path}: arms.{cell.arm}", controls.null)
-            if known_variants:
-                _check_variant(run, f"{path}: arms.{cell.arm}")
-    return experiment
-
-
-def _check_sizes(run: RunConfig, where: str, null: bool) -> None:
-    """What involves two sections, so that nothing fails after hours of training."""
-    try:
-        rows = run.train.batch_rows(run.model.context)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    if null and rows < LEAST_ROWS:
-        raise ValueError(
-            f"{where}: train.batch_tokens = {run.train.batch_tokens} is {rows} rows of context = {run.model.context}, "
-            f"too few to permute for the null control: use {LEAST_ROWS * run.model.context} or more, "
-            "or controls.null = false"
-        )
-    if run.eval.stride > run.model.context:
-        raise ValueError(
-            f"{where}: eval.stride = {run.eval.stride}: use 1 to context = {run.model.context}, or 0 for half of it"
-        )
-
-
-def _with_sets(text: str, sets: Sequence[str]) -> str:
-    """The file's text, and what the command line set on top of it as comments."""
-    return text + "".join(f"\n# with --set {assignment!r}" for assignment in sets)
-
-
-def check_name(name: Any, where: str) -> str:
-    """One rule for every name that becomes part of a path: nothing is written outside the experiment's folder."""
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
-        shown = repr(name if not isinstance(name, str) or len(name) < 40 else name[:40] + "…")
-        raise ValueError(f"{where} = {shown}: 1 to 64 letters, digits, hyphens or underscores, the first no sign")
-    if name.lower() in RESERVED:
-        raise ValueError(f"{where} = {name!r}: reserved on Windows; choose another name")
-    return name
-
-
-def _seeds(seeds: Any, path: Path) -> tuple[int, ...]:
-    given = cast(list[Any], seeds) if isinstance(seeds, list) else []
-    if not given or not all(type(seed) is int and 0 <= seed < 2**32 for seed in given):
-        raise ValueError(
-            f"{path}: seeds = {seeds!r}: a list of whole numbers from 0 to {2**32 - 1}, such as [0, 1, 2, 3]"
-        )
-    if len(set(given)) < len(given):
-        raise ValueError(f"{path}: seeds = {seeds!r}: a seed is there twice")
-    return tuple(given)
-
-
-def _table(tables: Mapping[str, Any], key: str, path: Path) -> dict[str, Any]:
-    value = tables.get(key, {})
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: {key} = {value!r}: must be a table, [{key}]")
-    return cast(dict[str, Any], value)
-
-
-def _arm(name: str, table: Any, path: Path) -> Arm:
-    where = f"{path}: arms.{name}"
-    check_name(name, f"{path}: arm name")
-    if not isinstance(table, dict):
-        raise ValueError(f"{where} = {table!r}: must be a table, [arms.{name}]")
-    sets: list[tuple[str, Any]] = []
-    options: dict[str, Any] = {}
-    values = cast(dict[str, Any], table)
-    for key, value in values.items():
-        if key in SECTIONS and isinstance(value, dict):
-            sets += flat(cast(dict[str, Any], value), f"{key}.")
-        elif "." in key or key in SECTIONS:
-            sets.append((key, value))
-        elif key not in ("variant", "layers"):
-            options[key] = value
-    variant, layers = values.get("variant", "standard"), values.get("layers", "all")
-    if not isinstance(variant, str):
-        raise ValueError(f"{where}.variant = {variant!r}: the name of a variant")
-    if isinstance(layers, list):
-        layers = ",".join(str(layer) for layer in cast(list[Any], layers))
-    for field_name, value in sets:
-        if field_name.startswith(("data.", "eval.")) or field_name == "model.vocab_size":
-            raise ValueError(
-                f"{where}: {field_name} = {value!r}: arms are scored on the same text in the same way; "
-                f"set it in the section or in a [[points]] entry"
-            )
-    return Arm(name, VariantChoice(variant, str(layers), options), tuple(sets))
-
-
-def _control_arms(controls: Controls, baseline: Arm) -> dict[str, Arm]:
-    found: dict[str, Arm] = {}
-    if controls.null:
-        found["null"] = Arm("null", baseline.variant, (*baseline.sets, ("train.permute_rows", True)))
-    if controls.positive:
-        found["positive"] = Arm("positive", baseline.variant, (*baseline.sets, *flat(controls.positive)))
-    if controls.twin:
-        found["twin"] = Arm("twin", baseline.variant, baseline.sets)
-    return found
-
-
-def _point(table: Any, path: Path) -> Point:
-    if not isinstance(table, dict) or "name" not in table:
-        raise ValueError(f"{path}: points: {table!r}: each [[points]] needs a name, and the fields that it sets")
-    values = cast(dict[str, Any], table)
-    name = check_name(values["name"], f"{path}: points.name")
-    model = {item.name for item in dataclasses.fields(ModelConfig)}
-    sets: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        if key == "name":
-            continue
-        if key in SECTIONS and isinstance(value, dict):
-            sets += flat(cast(dict[str, Any], value), f"{key}.")
-        else:
-            sets.append((f"model.{key}" if key in model or "." not in key else key, value))
-    return Point(name, tuple(sets))
+    factors: tuple[Factor, ...] = ()
+    levels: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])  # crossed arm -> levels
+    equal_time: EqualTime = field(default_factory=EqualTime)
+    looks: tuple[int, ...] = ()  # numbers of seeds at which a sequential experiment looks; empty: it is none
 
 
 def resolve(experiment: Experiment, cell: Cell) -> RunConfig:
@@ -313,18 +223,10 @@ def resolve(experiment: Experiment, cell: Cell) -> RunConfig:
     built: dict[str, Any] = {
         section: build(kind, tables[section], f"{where}: {section}") for section, kind in SECTIONS.items()
     }
+    if arm.steps:
+        train: TrainConfig = built["train"]
+        built["train"] = dataclasses.replace(train, tokens=arm.steps[cell.point] * train.batch_tokens)
     return RunConfig(seed=cell.seed, variant=arm.variant, **built)
-
-
-def _check_variant(run: RunConfig, where: str) -> None:
-    from ..model.variant import build_variant
-
-    try:
-        for layer in check_choice(run.variant, run.model):
-            build_variant(run.variant, run.model, layer)
-    except Exception as error:  # a constructor may be a user's own
-        words = str(error) if isinstance(error, (ValueError, TypeError)) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{where}: {words}") from None
 
 
 def expand(experiment: Experiment) -> list[Cell]:
@@ -334,7 +236,7 @@ def expand(experiment: Experiment) -> list[Cell]:
         for seed in experiment.seeds
         for point in experiment.points
         for arm in experiment.arms
-        if arm != "twin"
+        if arm != "twin" and (point.name in experiment.arms[arm].steps or not experiment.arms[arm].steps)
     ]
     if "twin" in experiment.arms:
         cells.append(Cell(experiment.points[0].name, "twin", experiment.seeds[0]))
@@ -342,32 +244,174 @@ def expand(experiment: Experiment) -> list[Cell]:
 
 
 def contrasts(experiment: Experiment) -> list[Contrast]:
-    """The declared primary contrast, every other arm against the baseline, and the controls; for each point."""
+    """Arm against arm at each point: the declared one first, then the others, then the controls.
+
+    Every arm against the baseline; of crossed factors every level against its factor's first at each setting of the
+    others (simple effects), and where the baseline is one of the crossed arms these alone.
+    """
+    plain = [arm for arm in tested_arms(experiment) if arm != experiment.baseline]
+    if experiment.baseline in experiment.levels:
+        plain = [arm for arm in plain if arm not in experiment.levels]
+    wanted = [(arm, experiment.baseline) for arm in plain] + _simple_effects(experiment)
+    declared = _two_arms(experiment, experiment.primary.contrast)
+    for name in (experiment.primary.contrast, *experiment.primary.family):
+        wanted += [pair] if (pair := _two_arms(experiment, name)) else []
+    wanted = list(dict.fromkeys([declared, *wanted] if declared else wanted))
     found: list[Contrast] = []
-    declared: tuple[str, str] | None = None
-    if experiment.primary.contrast:
-        sides = [side.strip() for side in experiment.primary.contrast.split(" - ")]
-        if len(sides) != 2 or any(side not in experiment.arms or side in CONTROLS for side in sides):
-            arms = ", ".join(arm for arm in experiment.arms if arm not in CONTROLS)
-            raise ValueError(
-                f"{experiment.path}: primary.contrast = {experiment.primary.contrast!r}: "
-                f"write two arms as 'xsa - standard'; arms: {arms}"
-            )
-        declared = (sides[0], sides[1])
-        if sides[0] == sides[1]:
-            raise ValueError(
-                f"{experiment.path}: primary.contrast = {experiment.primary.contrast!r}: two different arms"
-            )
     for point in experiment.points:
-        pairs = [(arm, experiment.baseline) for arm in experiment.arms if arm not in CONTROLS]
-        pairs = [pair for pair in pairs if pair[0] != pair[1]]
-        if declared:
-            pairs = [declared, *(pair for pair in pairs if pair != declared)]
-        found += [Contrast(point.name, arm, base, "effect", (arm, base) == declared) for arm, base in pairs]
-        for control in ("null", "positive"):
-            if control in experiment.arms:
-                found.append(Contrast(point.name, control, experiment.baseline, control))
+        found += [Contrast(point.name, arm, base, "effect", (arm, base) == declared) for arm, base in wanted]
+        found += [
+            Contrast(point.name, control, experiment.baseline, control)
+            for control in ("null", "positive")
+            if control in experiment.arms
+        ]
+        for arm in experiment.arms.values():
+            if (
+                arm.against and point.name in arm.steps
+            ):  # the baseline is the right side, whichever of the two is slower
+                sides = (arm.name, arm.against) if arm.of != experiment.baseline else (arm.against, arm.name)
+                found.append(Contrast(point.name, *sides, "equal time"))
     return found
+
+
+def tested_arms(experiment: Experiment) -> list[str]:
+    """The arms of the file: without controls and without further runs of an arm for equal time."""
+    return [name for name, arm in experiment.arms.items() if not arm.is_control and not arm.steps]
+
+
+def _two_arms(experiment: Experiment, name: str) -> tuple[str, str] | None:
+    treatment, separator, baseline = name.partition(" - ")
+    arms = tested_arms(experiment)
+    if separator and treatment != baseline and treatment in arms and baseline in arms:
+        return treatment, baseline
+    return None
+
+
+def _simple_effects(experiment: Experiment) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    by_levels = {levels: arm for arm, levels in experiment.levels.items()}
+    for index, factor in enumerate(experiment.factors):
+        for levels, arm in by_levels.items():
+            if levels[index] != factor.levels[0]:
+                found.append((arm, by_levels[_with(levels, index, factor.levels[0])]))
+    return found
+
+
+def _with(levels: tuple[str, ...], index: int, level: str) -> tuple[str, ...]:
+    return (*levels[:index], level, *levels[index + 1 :])
+
+
+def combinations(experiment: Experiment) -> list[Combination]:
+    """Main effects and interactions of crossed factors at each point, then means and trends over the points."""
+    found: list[Combination] = []
+    crossed = [index for index, factor in enumerate(experiment.factors) if len(factor.levels) > 1]
+    for point in experiment.points if len(crossed) > 1 else ():
+        for index in crossed:
+            found += _main_effects(experiment, point.name, index)
+        for first, second in itertools.combinations(crossed, 2):
+            found += _interactions(experiment, point.name, first, second)
+    if len(experiment.points) > 1:
+        pairs = dict.fromkeys(c.name for c in contrasts(experiment) if c.kind == "effect")
+        found += [_mean_over_points(experiment, name) for name in pairs]
+        declared = [name.rpartition(" over ") for name in (experiment.primary.contrast, *experiment.primary.family)]
+        scales = scales_of(experiment)
+        for name in pairs:
+            wanted = [scale for pair, _, scale in declared if pair == name and scale != "points"] or list(scales)[:1]
+            found += [_trend(experiment, name, scale, scales[scale]) for scale in wanted if scale in scales]
+    return [dataclasses.replace(c, primary=c.name == experiment.primary.contrast) for c in found]
+
+
+def _main_effects(experiment: Experiment, point: str, index: int) -> list[Combination]:
+    """Each level of a factor against its first, mean over the settings of the other factors."""
+    factor, found = experiment.factors[index], list[Combination]()
+    others = [other for i, other in enumerate(experiment.factors) if i != index and len(other.levels) > 1]
+    for level in factor.levels[1:]:
+        at = {"+": _arms_at(experiment, {index: level}), "-": _arms_at(experiment, {index: factor.levels[0]})}
+        terms = [Term(point, arm, 1 / len(at["+"])) for arm in at["+"]]
+        terms += [Term(point, arm, -1 / len(at["-"])) for arm in at["-"]]
+        words = f"{level} against {factor.levels[0]}, mean over {' and '.join(other.name for other in others)}"
+        found.append(Combination(f"{level} - {factor.levels[0]}", "main", words, tuple(terms), point))
+    return found
+
+
+def _interactions(experiment: Experiment, point: str, first: int, second: int) -> list[Combination]:
+    """How the effect of a level of one factor differs between levels of another, mean over the remaining factors."""
+    a, b = experiment.factors[first], experiment.factors[second]
+    found: list[Combination] = []
+    for level, other in itertools.product(a.levels[1:], b.levels[1:]):
+        terms: list[Term] = []
+        for la, lb, sign in (
+            (level, other, 1),
+            (a.levels[0], other, -1),
+            (level, b.levels[0], -1),
+            (a.levels[0], b.levels[0], 1),
+        ):
+            arms = _arms_at(experiment, {first: la, second: lb})
+            terms += [Term(point, arm, sign / len(arms)) for arm in arms]
+        name = f"({level} - {a.levels[0]}) x ({other} - {b.levels[0]})"
+        words = f"{level} − {a.levels[0]} under {other} against the same under {b.levels[0]}"
+        found.append(Combination(name, "interaction", words, tuple(terms), point))
+    return found
+
+
+def _arms_at(experiment: Experiment, fixed: Mapping[int, str]) -> list[str]:
+    return [arm for arm, levels in experiment.levels.items() if all(levels[i] == level for i, level in fixed.items())]
+
+
+def _mean_over_points(experiment: Experiment, pair: str) -> Combination:
+    treatment, baseline = pair.split(" - ")
+    share = 1 / len(experiment.points)
+    terms = [
+        Term(p.name, arm, sign * share) for p in experiment.points for arm, sign in ((treatment, 1), (baseline, -1))
+    ]
+    words = f"{treatment} against {baseline}, mean over {len(experiment.points)} points"
+    return Combination(f"{pair} over points", "mean", words, tuple(terms))
+
+
+def _trend(experiment: Experiment, pair: str, scale: str, values: Sequence[float]) -> Combination:
+    """The least-squares slope of the difference over log2 of a field of the points."""
+    treatment, baseline = pair.split(" - ")
+    doublings = [math.log2(value) for value in values]
+    centre = sum(doublings) / len(doublings)
+    spread = sum((x - centre) ** 2 for x in doublings)
+    terms = [
+        Term(point.name, arm, sign * (x - centre) / spread)
+        for point, x in zip(experiment.points, doublings, strict=True)
+        for arm, sign in ((treatment, 1), (baseline, -1))
+    ]
+    words = f"{treatment} against {baseline}, change with each doubling of {scale}"
+    return Combination(f"{pair} over {scale}", "trend", words, tuple(terms), scale=scale)
+
+
+def scales_of(experiment: Experiment) -> dict[str, list[float]]:
+    """Fields with another positive number at each point -> their values. The usual scales first."""
+    arm, seed = experiment.baseline, experiment.seeds[0]
+    runs = [dict(flat(dump(resolve(experiment, Cell(point.name, arm, seed))))) for point in experiment.points]
+    names = [*SCALES, *(name for name in runs[0] if name not in SCALES)]
+    found: dict[str, list[float]] = {}
+    for name in names:
+        values = [run.get(name) for run in runs]
+        numbers = [v for v in values if isinstance(v, (int, float)) and not isinstance(v, bool) and v > 0]
+        if len(numbers) == len(runs) == len(set(numbers)):
+            found[name] = [float(v) for v in numbers]
+    return found
+
+
+def check_declared(experiment: Experiment) -> None:
+    """ValueError where ``primary`` names a contrast that the experiment does not have."""
+    known = list(dict.fromkeys(c.name for c in (*contrasts(experiment), *combinations(experiment))))
+    for field_name, names in (("contrast", [experiment.primary.contrast]), ("family", experiment.primary.family)):
+        for name in names:
+            if name and name not in known:
+                raise ValueError(
+                    f"{experiment.path}: primary.{field_name} = {name!r} is no contrast of this experiment; "
+                    f"write two arms as 'xsa - standard', or one of: {'; '.join(known) or 'none'}"
+                )
+    if experiment.primary.family and experiment.primary.contrast not in ("", *experiment.primary.family):
+        raise ValueError(
+            f"{experiment.path}: primary.family = {list(experiment.primary.family)!r} "
+            f"leaves out the primary contrast {experiment.primary.contrast!r}; add it"
+        )
 
 
 def declared_factors(experiment: Experiment, a: str, b: str) -> tuple[str, ...]:

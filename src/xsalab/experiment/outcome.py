@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..config import dump
@@ -26,10 +26,12 @@ from ..stats import (
     sentence,
     sign_flip,
 )
+from ..stats.looks import Looks, look_levels
 from ..stats.paired import LEAST_SEEDS
-from .design import Arm, Cell, Contrast, Experiment, contrasts, expand, resolve
-from .pairing import PairSet, pairs, twin_agrees
-from .store import RunStore
+from .analyses import dose_responses, equal_times, estimate_row, remembered_scores
+from .design import Arm, Cell, Combination, Contrast, Experiment, combinations, contrasts, expand, resolve
+from .pairing import PairSet, Scores, pairs, twin_agrees
+from .store import RunFolder, RunStore
 from .timing import measured_costs
 
 FORMAT = 1
@@ -44,6 +46,8 @@ def describe_arm(arm: Arm) -> str:
         if arm.variant.name != arm.name:
             parts.insert(0, arm.variant.name)
     parts += [f"{name} = {_plain(value)}" for name, value in arm.sets]
+    if arm.steps:
+        parts.append(f"{' or '.join(str(steps) for steps in dict.fromkeys(arm.steps.values()))} steps")
     return f"{arm.name} ({', '.join(parts)})" if parts else arm.name
 
 
@@ -54,12 +58,16 @@ def _plain(value: Any) -> str:
 def outcome(experiment: Experiment, store: RunStore) -> dict[str, Any]:
     """Everything that is said of an experiment, JSON-ready. Works while runs are missing: it says how many.
 
-    Raises ValueError where two runs that stand as partners are no pair.
+    experiment: as ``as_run`` gives it. Raises ValueError where two runs that stand as partners are no pair.
     """
-    found = [pairs(experiment, store, contrast) for contrast in contrasts(experiment)]
-    estimates = [mean_difference(pair.table) if pair.table else None for pair in found]
-    adjusted = _holm(found, estimates)
-    rows = [_contrast(experiment, *entry) for entry in zip(found, estimates, adjusted, strict=True)]
+    scores = remembered_scores()
+    two_arms, combined = contrasts(experiment), combinations(experiment)
+    found = [pairs(experiment, store, contrast, scores=scores) for contrast in (*two_arms, *combined)]
+    levels = look_levels(experiment.looks) if experiment.looks else None
+    confidence = 1 - levels.two_sided if levels else 0.95
+    estimates = [mean_difference(pair.table, confidence=confidence) if pair.table else None for pair in found]
+    adjusted = _holm(experiment, found, estimates)
+    rows = [_contrast(experiment, *entry, levels) for entry in zip(found, estimates, adjusted, strict=True)]
     costs = measured_costs(experiment, store)
     cells = expand(experiment)
     runs = [_run(store, cell) for cell in cells]
@@ -71,9 +79,16 @@ def outcome(experiment: Experiment, store: RunStore) -> dict[str, Any]:
         "points": [point.name for point in experiment.points],
         "seeds": list(experiment.seeds),
         "primary": dump(experiment.primary),
+        "family": [pair.contrast.name for pair in found if _in_family(experiment, pair.contrast)],
+        "confidence": confidence,
+        "sequential": _sequential(experiment, levels),
+        "factors": [vars(factor) for factor in experiment.factors],
         "complete": all(run["state"] in ("finished", "diverged") for run in runs),
         "levels": _levels(runs),
-        "contrasts": rows,
+        "contrasts": rows[: len(two_arms)],
+        "combinations": rows[len(two_arms) :],
+        "doses": dose_responses(experiment, store, scores),
+        "equal_time": equal_times(experiment, store, costs, scores),
         "twin": twin_agrees(experiment, store) if "twin" in experiment.arms else None,
         "costs": costs,
         "runs": runs,
@@ -84,52 +99,84 @@ def outcome(experiment: Experiment, store: RunStore) -> dict[str, Any]:
         "corpora": _corpora(store),
         "toml": experiment.text,
     }
+    for row, pair in zip(rows, found, strict=True):
+        if isinstance(pair.contrast, Combination) and pair.contrast.kind == "trend" and pair.table is not None:
+            row["relative_trend"] = _relative_trend(experiment, store, pair.contrast, content["levels"], scores)
     content["headline"] = headline(content)
     content["warnings"] = _warnings(content)
     return content
 
 
-def _holm(found: Sequence[PairSet], estimates: Sequence[Estimate | None]) -> list[float | None]:
-    """Adjusted p of the declared family: every effect's contrast, the controls are outside."""
-    family = [
-        i for i, (pair, estimate) in enumerate(zip(found, estimates, strict=True))
-        if pair.contrast.kind == "effect" and estimate is not None and estimate.p is not None
-    ]  # fmt: skip
+def _sequential(experiment: Experiment, levels: Looks | None) -> dict[str, Any] | None:
+    """The looks of a sequential experiment and the levels that its verdicts use; None for one of fixed seeds."""
+    if levels is None:
+        return None
+    return {
+        "looks": list(levels.seeds), "at": len(experiment.seeds),
+        "two_sided": levels.two_sided, "one_sided": levels.one_sided,
+    }  # fmt: skip
+
+
+def _in_family(experiment: Experiment, contrast: Contrast | Combination) -> bool:
+    """Whether a contrast shares the error of 5 %: what ``primary.family`` names, or every effect. No controls."""
+    if isinstance(contrast, Contrast) and contrast.kind != "effect":
+        return False
+    return not experiment.primary.family or contrast.name in experiment.primary.family
+
+
+def _holm(experiment: Experiment, found: Sequence[PairSet], estimates: Sequence[Estimate | None]) -> list[float | None]:
+    """Adjusted p of the declared family, and of the comparisons at equal time as a family of their own."""
     adjusted: list[float | None] = [None] * len(found)
-    if len(family) > 1:
-        for i, p in zip(family, holm([estimates[i].p for i in family]), strict=True):  # pyright: ignore
-            adjusted[i] = float(p)
+    declared = [i for i, pair in enumerate(found) if _in_family(experiment, pair.contrast)]
+    at_equal_time = [i for i, pair in enumerate(found) if pair.contrast.kind == "equal time"]
+    for family in (declared, at_equal_time):
+        values = [(i, estimate.p) for i in family if (estimate := estimates[i]) is not None and estimate.p is not None]
+        if len(values) > 1:
+            for (i, _), p in zip(values, holm([p for _, p in values]), strict=True):
+                adjusted[i] = float(p)
     return adjusted
 
 
 def _contrast(
-    experiment: Experiment, pair: PairSet, estimate: Estimate | None, adjusted: float | None
+    experiment: Experiment, pair: PairSet, estimate: Estimate | None, adjusted: float | None, levels: Looks | None
 ) -> dict[str, Any]:
     contrast, table = pair.contrast, pair.table
     row: dict[str, Any] = {
         **vars(contrast),
-        "label": describe_arm(experiment.arms[contrast.treatment]),
+        "name": contrast.name,
+        "terms": [vars(term) for term in contrast.terms],
         "seeds": list(pair.seeds),
         "unfinished": list(pair.unfinished),
         "diverged_treatment": list(pair.diverged_treatment),
         "diverged_baseline": list(pair.diverged_baseline),
         "differs": {name: [repr(a), repr(b)] for name, (a, b) in pair.differs.items()},
     }
+    if isinstance(contrast, Contrast):
+        row["label"] = describe_arm(experiment.arms[contrast.treatment])
+        sides = row["label"], _under(experiment, contrast)
+    else:
+        left, _, right = contrast.words.partition(" against ")
+        sides = left, right
+    outside = contrast.kind not in ("null", "positive", "equal time") and not _in_family(experiment, contrast)
     lost = len(pair.diverged_treatment), len(pair.seeds) + len(pair.diverged_treatment)
     verdict: Verdict | None = None
     if estimate is not None and table is not None:
         margin = experiment.primary.margin * estimate.baseline_mean
-        verdict = decide(
-            estimate,
-            margin=margin,
-            estimate90=mean_difference(table, confidence=0.90),
-            adjusted_p=adjusted,
-            diverged=lost,
-        )
+        level, one_sided = (levels.two_sided, levels.one_sided) if levels else (0.05, 0.05)
+        if not outside:
+            verdict = decide(
+                estimate,
+                margin=margin,
+                estimate90=mean_difference(table, confidence=1 - 2 * one_sided),
+                adjusted_p=adjusted,
+                diverged=lost,
+                level=level,
+                equivalence_level=one_sided,
+            )
         flip: SignFlip = sign_flip(table)
-        moved = correlation(table)
+        moved = correlation(table) if isinstance(contrast, Contrast) else None
         row |= {
-            "estimate": {**vars(estimate), "parts": estimate.parts._asdict(), "half_width": estimate.half_width},
+            "estimate": estimate_row(estimate),
             "margin": margin,
             "adjusted_p": adjusted,
             "over_documents": _over_documents(table),
@@ -146,10 +193,32 @@ def _contrast(
         }
     elif lost[0]:
         verdict = decide(None, margin=1.0, estimate90=None, diverged=lost)
+    row["exploratory"] = outside
     if verdict is not None:
         row["verdict"] = {**vars(verdict), "text": str(verdict)}
-        row["sentence"] = sentence(row["label"], _under(experiment, contrast), estimate, verdict, metric="bpb")
+        metric = "bpb for each doubling" if contrast.kind == "trend" else "bpb"
+        row["sentence"] = sentence(*sides, estimate, verdict, metric=metric)
     return row
+
+
+def _relative_trend(
+    experiment: Experiment,
+    store: RunStore,
+    trend: Combination,
+    levels: Sequence[Mapping[str, Any]],
+    scores: Callable[[RunFolder], Scores],
+) -> dict[str, float | None]:
+    """The slope of the relative difference, a share of the baseline's metric for each doubling.
+
+    Each point's difference is divided by the mean of its baseline, taken as known: its error is small beside that of
+    a difference. For a metric that itself falls with the scale, an effect of constant share has slope 0 here alone.
+    """
+    baseline = trend.terms[-1].arm
+    shares = {level["point"]: 1 / level["mean"] for level in levels if level["arm"] == baseline}
+    table = pairs(experiment, store, trend, scores=scores, scale=shares).table
+    assert table is not None, "the trend has an estimate"
+    estimate = mean_difference(table)
+    return {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
 
 
 def _under(experiment: Experiment, contrast: Contrast) -> str:
@@ -237,9 +306,9 @@ def _corpora(store: RunStore) -> list[dict[str, Any]]:
 
 
 def headline(content: Mapping[str, Any]) -> list[str]:
-    """One sentence a point: the primary contrast with its verdict, its cost, and the null control beside it."""
-    lines = []
-    for point in content["points"]:
+    """The primary contrast with its verdict, one sentence a point, with its cost and the null control beside it."""
+    lines = [row["sentence"] for row in content["combinations"] if row["primary"] and "sentence" in row]
+    for point in content["points"] if not lines else ():
         rows = [row for row in content["contrasts"] if row["point"] == point]
         effects = [row for row in rows if row["kind"] == "effect"]
         main = next((row for row in effects if row["primary"]), effects[0] if effects else None)
@@ -247,13 +316,22 @@ def headline(content: Mapping[str, Any]) -> list[str]:
             continue
         text = main["sentence"] if len(content["points"]) == 1 else f"{point}: {main['sentence']}"
         for cost in content["costs"].get("costs", []):
-            if (cost["point"], cost["arm"]) == (point, main["treatment"]):
+            if (cost["point"], cost["arm"]) == (point, main["treatment"]) and main["baseline"] == content["baseline"]:
                 text += f"; step time × {cost['ratio']:.3f}"
         null = next((row for row in rows if row["kind"] == "null" and "estimate" in row), None)
         if null is not None and null["estimate"]["half_width"] is not None:
             text += f"; null control {plus_minus(null['estimate']['mean'], null['estimate']['half_width'])}"
         lines.append(text)
+    if looks := content["sequential"]:
+        lines = [f"{line} ({_look_in_words(looks)})" for line in lines]
     return lines
+
+
+def _look_in_words(looks: Mapping[str, Any]) -> str:
+    return (
+        f"sequential: the look at {looks['at']} of at most {looks['looks'][-1]} seeds, "
+        f"{100 * (1 - looks['two_sided']):.3g} % intervals"
+    )
 
 
 def plus_minus(mean: float, half_width: float | None) -> str:

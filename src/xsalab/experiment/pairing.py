@@ -6,15 +6,17 @@ Two runs are a pair when everything that a fingerprint holds agrees, but for the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..stats import PairTable
 from .design import (
     Cell,
+    Combination,
     Contrast,
     Experiment,
     as_tables,
@@ -81,57 +83,148 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True)
 class PairSet:
-    """The pairs of one contrast: those that have both runs, and what became of the others."""
+    """The seeds of one contrast that have all its runs, and what became of the others."""
 
-    contrast: Contrast
+    contrast: Contrast | Combination
     table: PairTable | None
     seeds: tuple[int, ...]  # of the table's rows
-    unfinished: tuple[int, ...]  # seeds whose treatment or baseline is not there yet
-    diverged_treatment: tuple[int, ...]
+    unfinished: tuple[int, ...]  # seeds with a run that is not there yet
+    diverged_treatment: tuple[int, ...]  # of a combination: seeds with any diverged run
     diverged_baseline: tuple[int, ...]
     differs: Mapping[str, tuple[Any, Any]]  # within the pairs: the declared factors in use
 
 
-def pairs(experiment: Experiment, store: RunStore, contrast: Contrast) -> PairSet:
-    """Joins the runs of a contrast on (point, seed) and document.
+Scores = dict[str, tuple[float, float]]
 
-    Raises ValueError where a run is of another configuration or plugin than the others of its arm, where two
-    runs that stand as partners are no pair, naming the field, or where they were scored on different documents.
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """The runs of several cells, seed by seed and document by document.
+
+    ``values`` (T, S, D) float64: of each cell, the nats of each document; ``weights`` (D,): bytes. Where points were
+    scored on different documents, say of other corpora, D is 1 and the value is the run's metric, with ``unit`` 1.
+    ``states``: seed -> those of its runs in the order of the cells, of all seeds. ``seeds``: those with all runs.
     """
-    factors = declared_factors(experiment, contrast.treatment, contrast.baseline)
-    seeds: list[int] = []
-    rows: list[tuple[dict[str, tuple[float, float]], dict[str, tuple[float, float]]]] = []
-    lost: dict[str, list[int]] = {"unfinished": [], "treatment": [], "baseline": []}
+
+    seeds: tuple[int, ...]
+    items: tuple[str, ...]
+    values: NDArray[np.float64]
+    weights: NDArray[np.float64]
+    unit: float
+    states: Mapping[int, tuple[str, ...]]
+    differs: Mapping[str, tuple[Any, Any]]
+
+
+def join(
+    experiment: Experiment,
+    store: RunStore,
+    cells: Sequence[tuple[str, str]],
+    scores: Callable[[RunFolder], Scores] = RunFolder.scores,
+) -> Joined:
+    """The finished runs of ``cells``, (point, arm), for each seed that has them all.
+
+    scores: reads those of a run; a caller with many contrasts gives one that remembers. Raises ValueError where a run
+    is of another configuration or plugin than the others of its arm, where two runs that stand as partners are no
+    pair, naming the field, or where they were scored on different documents.
+    """
+    states: dict[int, tuple[str, ...]] = {}
+    rows: dict[int, list[Scores]] = {}
     differs: dict[str, tuple[Any, Any]] = {}
     code: dict[str, str] = {}
     for seed in experiment.seeds:
-        treatment, baseline = (
-            store.run(Cell(contrast.point, arm, seed)) for arm in (contrast.treatment, contrast.baseline)
-        )
-        states = treatment.state, baseline.state
-        for run, arm, state in zip((treatment, baseline), (contrast.treatment, contrast.baseline), states, strict=True):
+        of_seed = [Cell(point, arm, seed) for point, arm in cells]
+        runs = [store.run(cell) for cell in of_seed]
+        states[seed] = tuple(run.state for run in runs)
+        for run, cell, state in zip(runs, of_seed, states[seed], strict=True):
             if state in ("finished", "diverged"):
-                check_run(run, as_tables(resolve(experiment, Cell(contrast.point, arm, seed))))
+                check_run(run, as_tables(resolve(experiment, cell)))
                 check_code(run, code)
+        if set(states[seed]) == {"finished"}:
+            for cell, run in zip(of_seed[:-1], runs[:-1], strict=True):
+                differs |= check_pair(run, runs[-1], _factors_between(experiment, cell, of_seed[-1]))
+            rows[seed] = [scores(run) for run in runs]
+    if not rows:
+        return Joined((), (), np.empty((len(cells), 0, 0)), np.empty(0), math.log(2), states, differs)
+    first = next(iter(rows.values()))
+    expected = [{item: weight for item, (_, weight) in found.items()} for found in first]
+    for seed, of_seed in rows.items():
+        for (_, arm), weights, found in zip(cells, expected, of_seed, strict=True):
+            if {item: weight for item, (_, weight) in found.items()} != weights:
+                raise ValueError(f"{arm}, seed {seed}: scored on other documents than the rest of its contrast")
+    if all(weights == expected[0] for weights in expected):
+        items = list(expected[0])
+        values = [[[found[item][0] for item in items] for found in of_seed] for of_seed in rows.values()]
+        weights, unit = np.array([expected[0][item] for item in items]), math.log(2)
+    elif len({point for point, _ in cells}) == 1:
+        raise ValueError(f"{' and '.join(arm for _, arm in cells)}: scored on different documents")
+    else:
+        items, weights, unit = ["all documents"], np.ones(1), 1.0
+        values = [[[_bits_per_byte(found)] for found in of_seed] for of_seed in rows.values()]
+    return Joined(tuple(rows), tuple(items), np.array(values).transpose(1, 0, 2), weights, unit, states, differs)
+
+
+def _bits_per_byte(scores: Scores) -> float:
+    return sum(value for value, _ in scores.values()) / sum(weight for _, weight in scores.values()) / math.log(2)
+
+
+def pairs(
+    experiment: Experiment,
+    store: RunStore,
+    contrast: Contrast | Combination,
+    *,
+    scores: Callable[[RunFolder], Scores] = RunFolder.scores,
+    scale: Mapping[str, float] | None = None,
+) -> PairSet:
+    """The table of a contrast, and the seeds that it lacks. scale: point -> a factor on the weights of its terms.
+
+    Raises what ``join`` raises.
+    """
+    terms = contrast.terms
+    joined = join(experiment, store, [(term.point, term.arm) for term in terms], scores)
+    lost: dict[str, list[int]] = {"unfinished": [], "treatment": [], "baseline": []}
+    for seed, states in joined.states.items():
         if "diverged" in states:
-            lost["treatment" if states[0] == "diverged" else "baseline"].append(seed)
-            continue
-        if states != ("finished", "finished"):
+            alone = isinstance(contrast, Contrast) and states[0] != "diverged"
+            lost["baseline" if alone else "treatment"].append(seed)
+        elif seed not in joined.seeds:
             lost["unfinished"].append(seed)
-            continue
-        differs |= check_pair(treatment, baseline, factors)
-        seeds.append(seed)
-        rows.append((treatment.scores(), baseline.scores()))
-    table = _table(contrast, seeds, rows) if rows else None
+    weights = [term.weight * (scale[term.point] if scale else 1.0) for term in terms]
     return PairSet(
         contrast,
-        table,
-        tuple(seeds),
+        weighted_sum(joined, weights) if joined.seeds else None,
+        joined.seeds,
         tuple(lost["unfinished"]),
         tuple(lost["treatment"]),
         tuple(lost["baseline"]),
-        differs,
+        joined.differs,
     )
+
+
+def weighted_sum(joined: Joined, weights: Sequence[float]) -> PairTable:
+    """The table whose differences are Σ weights · values; ``weights`` (T,) add up to 0.
+
+    Two arms stand there as they are. Of more cells the baseline is the mean of the negative ones, by weight, and the
+    treatment that plus the sum.
+    """
+    signs = np.asarray(weights, dtype=np.float64)
+    if signs.tolist() == [1.0, -1.0]:
+        treatment, baseline = joined.values
+    else:
+        negative = np.minimum(signs, 0)
+        baseline = np.tensordot(negative / negative.sum(), joined.values, 1)
+        treatment = baseline + np.tensordot(signs, joined.values, 1)
+    return PairTable(
+        seeds=joined.seeds, items=joined.items, treatment=treatment, baseline=baseline,
+        weights=joined.weights, metric="val_bpb", unit=joined.unit,
+    )  # fmt: skip
+
+
+def _factors_between(experiment: Experiment, a: Cell, b: Cell) -> tuple[str, ...]:
+    """In what two runs of a contrast may differ: their arms' declared factors, and what their points set."""
+    factors = declared_factors(experiment, a.arm, b.arm)
+    if a.point != b.point:
+        factors += tuple(name for p in experiment.points if p.name in (a.point, b.point) for name, _ in p.sets)
+    return factors
 
 
 def check_run(run: RunFolder, expected: Mapping[str, Any]) -> None:
@@ -165,21 +258,6 @@ def check_pair(treatment: RunFolder, baseline: RunFolder, factors: Sequence[str]
             "Declare the field in the arm, or run both again"
         )
     return {name: values for name, values in differences(a, b).items() if not name.startswith("start.")}
-
-
-def _table(contrast: Contrast, seeds: Sequence[int], rows: Sequence[Any]) -> PairTable:
-    items = list(rows[0][0])
-    weights = np.array([rows[0][0][item][1] for item in items])
-    expected = {item: rows[0][0][item][1] for item in items}
-    for seed, sides in zip(seeds, rows, strict=True):
-        for arm, side in zip((contrast.treatment, contrast.baseline), sides, strict=True):
-            if {item: weight for item, (_, weight) in side.items()} != expected:
-                raise ValueError(f"{arm}, seed {seed}: scored on other documents than the rest of its contrast")
-    values = [np.array([[side[item][0] for item in items] for side in column]) for column in zip(*rows, strict=True)]
-    return PairTable(
-        seeds=tuple(seeds), items=tuple(items), treatment=values[0], baseline=values[1],
-        weights=weights, metric="val_bpb", unit=math.log(2),
-    )  # fmt: skip
 
 
 def twin_agrees(experiment: Experiment, store: RunStore) -> bool | None:

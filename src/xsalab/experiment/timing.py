@@ -15,7 +15,7 @@ from ..eval.throughput import busy_share, interleaved_step_times, median_of, sav
 from ..files import write_atomic
 from ..stats import ratio_estimate
 from .building import batches, build_state, compute_dtype, open_corpus
-from .design import CONTROLS, Cell, Experiment, resolve
+from .design import Cell, Experiment, resolve, tested_arms
 from .fingerprint import environment
 from .plugins import import_plugins, read_plugins
 from .store import RunStore
@@ -52,10 +52,10 @@ def measured_costs(experiment: Experiment, store: RunStore) -> dict[str, Any]:
 
 
 def _key(experiment: Experiment) -> str:
-    arms = [arm for arm in experiment.arms if arm not in CONTROLS]
-    runs = [
-        resolve(experiment, Cell(point.name, arm, experiment.seeds[0])) for point in experiment.points for arm in arms
+    cells = [
+        Cell(point.name, arm, experiment.seeds[0]) for point in experiment.points for arm in tested_arms(experiment)
     ]
+    runs = [resolve(experiment, cell) for cell in cells]
     return digest([dump(run) for run in runs])
 
 
@@ -70,7 +70,7 @@ def measure_costs(
     import_plugins(read_plugins(experiment.path, experiment.plugins))
     costs: list[dict[str, Any]] = []
     times_by_point: dict[str, Any] = {}
-    arms = [experiment.baseline, *(a for a in experiment.arms if a not in CONTROLS and a != experiment.baseline)]
+    arms = [experiment.baseline, *(arm for arm in tested_arms(experiment) if arm != experiment.baseline)]
     total = ROUNDS * len(experiment.points)
     threads = torch.get_num_threads()
     record: dict[str, Any] = {}

@@ -8,6 +8,11 @@ from .decide import minimum_detectable as minimum_detectable
 from .decide import sd_interval as sd_interval
 from .decide import seeds_needed as seeds_needed
 from .decide import sentence as sentence
+from .dose import Curve as Curve
+from .dose import DoseResponse as DoseResponse
+from .dose import DoseTable as DoseTable
+from .dose import Minimum as Minimum
+from .dose import dose_response as dose_response
 from .paired import Correlation as Correlation
 from .paired import Estimate as Estimate
 from .paired import PairTable as PairTable
@@ -21,3 +26,11 @@ from .paired import mean_difference as mean_difference
 from .paired import ratio_estimate as ratio_estimate
 from .paired import seed_interval as seed_interval
 from .paired import sign_flip as sign_flip
+from .target import Bounds as Bounds
+from .target import EqualTime as EqualTime
+from .target import MedianBounds as MedianBounds
+from .target import TargetTime as TargetTime
+from .target import TimeRatio as TimeRatio
+from .target import equal_time_by_slope as equal_time_by_slope
+from .target import time_ratio as time_ratio
+from .target import time_to_target as time_to_target

@@ -56,20 +56,30 @@ def decide(
     lower_is_better: bool = True,
     adjusted_p: float | None = None,
     diverged: tuple[int, int] = (0, 0),
+    level: float = 0.05,
+    equivalence_level: float = 0.05,
 ) -> Verdict:
     """The rule at the head of this file.
 
     estimate: with the 95 % interval; None where all pairs are lost to diverged runs. estimate90: the same pairs with
     the 90 % interval; None leaves equivalence untested. margin: absolute, in units of the metric. adjusted_p: Holm's,
     over the declared family. diverged: (runs of the treatment arm that diverged, its runs).
-    Raises ValueError for a margin that is not positive, for intervals of another confidence, and for no estimate
-    without a diverged run.
+    level, equivalence_level: where looks are taken while seeds are added, the nominal levels of each look
+    (``look_levels``). Then ``estimate`` has confidence 1 − level, ``estimate90`` 1 − 2·equivalence_level, and Holm's p
+    is compared with level.
+    Raises ValueError for a margin that is not positive, for intervals of another confidence, for levels outside
+    (0, 0.5), and for no estimate without a diverged run.
     """
     if not (math.isfinite(margin) and margin > 0):
         raise ValueError(f"margin = {margin}: must be a positive difference in units of the metric")
-    for given, confidence in ((estimate, 0.95), (estimate90, 0.90)):
+    for name, value in (("level", level), ("equivalence_level", equivalence_level)):
+        if not 0 < value < 0.5:
+            raise ValueError(f"{name} = {value}: must lie between 0 and 0.5, for instance 0.05")
+    for given, confidence in ((estimate, 1 - level), (estimate90, 1 - 2 * equivalence_level)):
         if given is not None and not math.isclose(given.confidence, confidence):
-            raise ValueError(f"the interval has confidence {given.confidence}; the rule is written for {confidence}")
+            raise ValueError(
+                f"the interval has confidence {given.confidence}; the rule is written for {confidence:.6g}"
+            )
     lost, runs = diverged
     if lost:
         low, high = clopper_pearson(lost, runs)
@@ -86,18 +96,21 @@ def decide(
         low90, high90 = _interval(estimate90)
         inside = -margin < low90 and high90 < margin
     excludes = low > 0 or high < 0
-    if excludes and (adjusted_p is None or adjusted_p < 0.05):
+    interval, interval90 = f"the {_confidence(level)} interval", f"the {_confidence(2 * equivalence_level)} interval"
+    each_look = "" if level == equivalence_level == 0.05 else " (nominal level of each look)"
+    if excludes and (adjusted_p is None or adjusted_p < level):
         word: Word = "better" if (estimate.mean < 0) == lower_is_better else "worse"
-        reason = "the 95 % interval excludes 0" + ("" if adjusted_p is None else f" (Holm's p = {adjusted_p:.2g})")
+        reason = f"{interval} excludes 0" + ("" if adjusted_p is None else f" (Holm's p = {adjusted_p:.2g})")
+        reason += each_look
         return Verdict(word, reason, below_margin=inside)
     if inside:
-        return Verdict("equivalent", f"the 90 % interval lies inside ± {_plain(margin)}")
-    reason = "the 95 % interval holds 0"
+        return Verdict("equivalent", f"{interval90} lies inside ± {_plain(margin)}{each_look}")
+    reason = f"{interval} holds 0"
     if excludes and adjusted_p is not None:
-        reason = f"the 95 % interval excludes 0, but not after Holm's adjustment (p = {adjusted_p:.2g})"
+        reason = f"{interval} excludes 0, but not after Holm's adjustment (p = {adjusted_p:.2g})"
     if estimate90 is not None:
-        reason += f" and the 90 % interval reaches beyond ± {_plain(margin)}"
-    return Verdict("inconclusive", reason, _what_would_help(estimate, margin))
+        reason += f" and {interval90} reaches beyond ± {_plain(margin)}"
+    return Verdict("inconclusive", reason + each_look, _what_would_help(estimate, margin, level))
 
 
 def _interval(estimate: Estimate) -> tuple[float, float]:
@@ -118,10 +131,11 @@ def _not_decidable(estimate: Estimate) -> Verdict:
     return Verdict("not decidable", f"{estimate.method}: says nothing about seeds", "the interval over seeds as well")
 
 
-def _what_would_help(estimate: Estimate, margin: float) -> str:
+def _what_would_help(estimate: Estimate, margin: float, level: float) -> str:
     """Seeds as a range, or more text: from the spread and the margin, never from the observed Δ."""
+    beyond = 1 - level / 2
     text = estimate.document_error**2  # the variance that no seed lowers
-    width_of_text = 2 * float(special.ndtri(0.975)) * math.sqrt(text)
+    width_of_text = 2 * float(special.ndtri(beyond)) * math.sqrt(text)
     if width_of_text >= margin:
         times = (width_of_text / margin) ** 2
         return (
@@ -134,7 +148,7 @@ def _what_would_help(estimate: Estimate, margin: float) -> str:
     low, high = sd_interval(estimate.sd or 0.0, estimate.n)
 
     def narrow(sd: float) -> Callable[[int], bool]:
-        return lambda n: 2 * t_quantile(0.975, n - 1) * math.sqrt(sd**2 / n + text) <= margin
+        return lambda n: 2 * t_quantile(beyond, n - 1) * math.sqrt(sd**2 / n + text) <= margin
 
     fewest, most = (_first(narrow(sd), estimate.n + 1, MANY_SEEDS) for sd in (low, high))
     if fewest is None:
@@ -248,6 +262,11 @@ def _plain(value: float) -> str:
 
 def _minus(text: str) -> str:
     return text.replace("-", "−")
+
+
+def _confidence(outside: float) -> str:
+    """ "95 %" for 0.05, "97.9 %" for 0.0213."""
+    return f"{100 * (1 - outside):.3g} %"
 
 
 def _percent(share: float) -> str:

@@ -26,6 +26,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,9 +68,8 @@ class PairTable:
         for name in ("seeds", "items"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("baseline", "treatment", "weights"):
-            array = np.array(getattr(self, name), dtype=np.float64)  # a copy, which nobody else can change
-            array.setflags(write=False)
-            object.__setattr__(self, name, array)
+            copy = np.array(getattr(self, name), dtype=np.float64)  # which nobody else can change
+            object.__setattr__(self, name, _read_only(copy))
         if not self.seeds:
             raise ValueError(f"{self.metric}: no seeds; a comparison needs at least one pair of runs")
         if not self.items:
@@ -94,32 +94,32 @@ class PairTable:
     def _shape(self) -> tuple[int, int]:
         return len(self.seeds), len(self.items)
 
-    @property
+    @cached_property
     def _scale(self) -> float:
         """What makes the mean of values over items the metric of a run."""
         return len(self.items) / (self.unit * float(self.weights.sum()))
 
-    @property
+    @cached_property
     def x(self) -> Floats:
         """(S, D): treatment − baseline in units of the metric; its mean is Δ."""
-        return (self.treatment - self.baseline) * self._scale
+        return _read_only((self.treatment - self.baseline) * self._scale)
 
-    @property
+    @cached_property
     def baseline_means(self) -> Floats:
         """(S,): the metric of each baseline run."""
-        return self.baseline.mean(axis=1) * self._scale
+        return _read_only(self.baseline.mean(axis=1) * self._scale)
 
-    @property
+    @cached_property
     def treatment_means(self) -> Floats:
         """(S,): the metric of each treatment run."""
-        return self.treatment.mean(axis=1) * self._scale
+        return _read_only(self.treatment.mean(axis=1) * self._scale)
 
-    @property
+    @cached_property
     def differences(self) -> Floats:
         """(S,): the paired difference of each seed. All of them are shown; their mean is Δ."""
-        return self.x.mean(axis=1)
+        return _read_only(self.x.mean(axis=1))
 
-    @property
+    @cached_property
     def rounding(self) -> float:
         """Differences of x below this are float64's rounding of the values, not spread."""
         largest = max(float(np.abs(self.baseline).max()), float(np.abs(self.treatment).max()))
@@ -233,26 +233,44 @@ def document_interval(pairs: PairTable, *, confidence: float = 0.95) -> Estimate
     return _estimate(pairs, [_over_documents(pairs)], confidence, decidable=False)
 
 
+@lru_cache(maxsize=4)  # one table is asked for at several confidences
 def _beyond_length(pairs: PairTable) -> Floats:
-    """(S, D) x without each document's share, by length, of Δ; the mean over all is 0."""
+    """(S, D) x without each document's share, by length, of Δ; the mean over all is 0. Read-only."""
     x = pairs.x
-    return x - x.mean() * pairs.weights / pairs.weights.mean()
+    return _read_only(x - x.mean() * pairs.weights / pairs.weights.mean())
 
 
+def _left_out(weights: Floats) -> Floats:
+    """(D,): what turns a document's residual into that of Δ without this document, as the jackknife has it.
+
+    A long document pulls Δ towards itself, so its own residual is too small. 1 where all lengths are equal.
+    """
+    share = weights / weights.sum()
+    return (1 - 1 / len(weights)) / np.maximum(1 - share, _ROUNDING)
+
+
+def _effective(weights: Floats) -> float:
+    """Kish's effective number of documents, (Σ bytes)² / Σ bytes²: all of them where lengths are equal. At least 2."""
+    share = weights / weights.sum()
+    return max(2.0, 1 / float((share**2).sum()))
+
+
+@lru_cache(maxsize=4)
 def _two_way(pairs: PairTable) -> _Spread:
     z = _beyond_length(pairs)
     s, d = z.shape
+    documents = _effective(pairs.weights)
     by_seed, by_document = z.mean(axis=1, keepdims=True), z.mean(axis=0, keepdims=True)
     ms_seeds = d * float((by_seed**2).sum()) / (s - 1)
-    ms_documents = s * float((by_document**2).sum()) / (d - 1)
+    ms_documents = s * float(((by_document * _left_out(pairs.weights)) ** 2).sum()) / (d - 1)
     ms_rest = float(((z - by_seed - by_document) ** 2).sum()) / ((s - 1) * (d - 1))
     parts = Parts(max(0.0, ms_seeds - ms_rest), max(0.0, ms_documents - ms_rest), ms_rest)
     variance = Parts(*(part / (s * d) for part in parts))
     # The sum is a combination of the mean squares that are not truncated away: 1 each for the two outer ones,
     # and −1, 0 or +1 for the rest. Satterthwaite: (sum)² / Σ (term² / its df).
-    kept = [(ms_seeds, s - 1)] * (parts.seeds > 0) + [(ms_documents, d - 1)] * (parts.documents > 0)
+    kept = [(ms_seeds, s - 1.0)] * (parts.seeds > 0) + [(ms_documents, documents - 1)] * (parts.documents > 0)
     if len(kept) != 1:
-        kept.append((ms_rest, (s - 1) * (d - 1)))
+        kept.append((ms_rest, (s - 1) * (documents - 1)))
     total, below = sum(parts), sum(ms**2 / df for ms, df in kept)
     df = max(total**2 / below, s - 1.0) if below > 0 else s - 1.0
     return _Spread(variance, df, f"two-way t, seeds × {pairs.item_word}")
@@ -266,8 +284,11 @@ def _over_seeds(pairs: PairTable) -> _Spread:
 
 def _over_documents(pairs: PairTable) -> _Spread:
     s, d = pairs.baseline.shape
-    variance = float((_beyond_length(pairs).mean(axis=0) ** 2).sum()) / (d - 1) / d
-    return _Spread(Parts(0.0, variance, 0.0), d - 1.0, f"t over {pairs.item_word} only ({_count(s, 'seed')})")
+    residual = _beyond_length(pairs).mean(axis=0) * _left_out(pairs.weights)
+    variance = float((residual**2).sum()) / (d - 1) / d
+    return _Spread(
+        Parts(0.0, variance, 0.0), _effective(pairs.weights) - 1, f"t over {pairs.item_word} only ({_count(s, 'seed')})"
+    )
 
 
 def _estimate(
@@ -341,10 +362,15 @@ def sign_flip(pairs: PairTable) -> SignFlip:
             random_state=np.random.default_rng(0),
         )
         return SignFlip(float(drawn.pvalue), 2 / (_FLIPS + 1))
-    signs = np.array(list(itertools.product((-1.0, 1.0), repeat=seeds)))
-    sums = np.abs(signs @ differences)
+    sums = np.abs(_all_signs(seeds) @ differences)
     rounding = 1e-12 * float(np.abs(differences).sum())  # sums that are equal in exact arithmetic count as equal
     return SignFlip(float((sums >= abs(differences.sum()) - rounding).mean()), min(1.0, 2 / 2**seeds))
+
+
+@lru_cache(maxsize=4)
+def _all_signs(seeds: int) -> Floats:
+    """(2^S, S): every way to swap the arms of S pairs. Read-only."""
+    return _read_only(np.array(list(itertools.product((-1.0, 1.0), repeat=seeds))))
 
 
 @dataclass(frozen=True)
@@ -433,7 +459,15 @@ def t_quantile(probability: float, df: float) -> float:
     return float(special.stdtrit(df, probability))
 
 
+def _read_only(array: Floats) -> Floats:
+    """The array itself, from now on."""
+    array.setflags(write=False)
+    return array
+
+
 def _repeated(values: Sequence[Any]) -> Any:
+    if len(set(values)) == len(values):
+        return None
     seen: set[Any] = set()
     return next((value for value in values if value in seen or seen.add(value)), None)
 
