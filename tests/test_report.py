@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import io
 import json
-import math
-import random
 import re
-from collections.abc import Callable, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,83 +16,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from xsalab.config import dump
-from xsalab.eval import ItemScore
+from fake_runs import CROSSED, DOSES, HEAD, HOSTILE, TOML, Change, fake, fake_run, looked_at, timed
 from xsalab.experiment import outcome as outcome_module
-from xsalab.experiment.design import Cell, Experiment, expand, resolve
-from xsalab.experiment.reading import load_experiment
+from xsalab.experiment.design import Cell, Experiment, expand
 from xsalab.experiment.outcome import outcome, plus_minus
+from xsalab.experiment.reading import load_experiment
 from xsalab.experiment.store import RunStore
 from xsalab.report import embed, print_outcome, write_report
-
-HOSTILE = "</script><script>alert(1)</script>"
-TOML = f"""# a comment with {HOSTILE} & "quotes"
-name = "paired"
-seeds = [0, 1, 2, 3, 4, 5]
-[model]
-depth = 2
-width = 64
-heads = 2
-context = 128
-vocab_size = 512
-[train]
-tokens = 204800
-batch_tokens = 2048
-[arms.standard]
-[arms.xsa]
-variant = "xsa"
-[arms.half]
-variant = "xsa"
-alpha = 0.5
-[controls]
-positive = {{ "optim.lr_scale" = 0.5 }}
-"""
-SHIFT = {"standard": 0.0, "twin": 0.0, "xsa": -0.006, "half": -0.001, "null": 0.0, "positive": 0.05}
-DOCUMENTS = 40
-Change = Callable[[Cell], Mapping[str, Any]]
-
-
-def fake(
-    folder: Path, toml: str = TOML, change: Change = lambda cell: {}, steps: int = 100
-) -> tuple[Experiment, RunStore]:
-    """An experiment whose runs are all finished, but for what ``change`` says of a cell's status."""
-    path = folder / "paired.toml"
-    path.write_text(toml, encoding="utf-8")
-    experiment = load_experiment(path)
-    store = RunStore.of(experiment, folder)
-    store.folder.mkdir(parents=True)
-    for cell in expand(experiment):
-        status = {"state": "finished", "step": steps, "steps": steps, "resumes": 0, **change(cell)}
-        if status["state"] != "waiting":
-            _write_run(experiment, store, cell, status)
-    return experiment, store
-
-
-def _write_run(experiment: Experiment, store: RunStore, cell: Cell, status: dict[str, Any]) -> None:
-    noise = random.Random(f"{cell.point} {cell.arm.replace('twin', 'standard')} {cell.seed}")
-    shared = random.Random(f"{cell.point} {cell.seed}").gauss(0, 0.01)
-    level = 2.1 + shared + SHIFT.get(cell.arm, -0.003) + noise.gauss(0, 0.002)
-    run = store.run(cell)
-    run.path.mkdir(parents=True)
-    config = resolve(experiment, cell)
-    environment = {"torch": "2", "device": "a processor", "threads": 1, "kernel": "sdpa"}
-    entries = {"start": {"w": "1"}, "environment": environment, "code": "c", "machine": "m", "plugins": {}}
-    run.write("fingerprint", {"config": dump(config), **entries})
-    losses = [level * (0.75 + 2.2 * math.exp(-step / 12)) + noise.gauss(0, 0.03) for step in range(status["step"])]
-    rows = [{"step": step, "loss": loss, "grad_norm": 0.4} for step, loss in enumerate(losses)]
-    if status["state"] == "diverged":
-        rows.append({"step": len(rows), "loss": None, "grad_norm": None})
-    run.path.joinpath("metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    if status["state"] == "finished":
-        scores = [
-            ItemScore("bpb", f"d{i}", (level + 0.1 * math.sin(i) + noise.gauss(0, 0.004)) * size * math.log(2), size)
-            for i, size in enumerate(range(100, 100 + DOCUMENTS))
-        ]
-        run.write_scores(scores)
-        bits = sum(score.value for score in scores) / math.log(2) / sum(score.weight for score in scores)
-        seconds = {"start": 1.0, "training": 61.0, "evaluation": 0.25}
-        status = {**status, "val_bpb": bits, "seconds": seconds, "weights": f"{cell.seed}"}
-    run.write("status", status)
 
 
 class Page(HTMLParser):
@@ -165,6 +92,13 @@ CASES: dict[str, tuple[str, Change]] = {
         TOML.replace("[model]", '[primary]\ncontrast = "half - xsa"\n[model]'),
         lambda cell: {},
     ),
+    "crossed": (HEAD + CROSSED, lambda cell: {}),
+    "crossed, runs missing": (HEAD + CROSSED, wait(1, 3)),
+    "crossed, an arm diverged": (HEAD + CROSSED, diverge("xsa-adamw", 0, 4)),
+    "crossed, one seed": ((HEAD + CROSSED).replace(SEEDS, "seeds = [0]"), lambda cell: {}),
+    "doses": (HEAD + DOSES, lambda cell: {}),
+    "doses, nothing run": (HEAD + DOSES, lambda cell: {"state": "waiting"}),
+    "doses, two seeds": ((HEAD + DOSES).replace(SEEDS, "seeds = [0, 1]"), lambda cell: {}),
     "baseline alone": (TOML.split("[arms.xsa]")[0], lambda cell: {}),
 }
 
@@ -257,7 +191,7 @@ def test_a_script_in_a_name_or_comment_is_shown_literally(tmp_path: Path) -> Non
     store = RunStore.of(experiment, tmp_path)
     store.folder.mkdir(parents=True)
     for cell in expand(experiment):
-        _write_run(experiment, store, cell, {"state": "finished", "step": 9, "steps": 9})
+        fake_run(experiment, store, cell, {"state": "finished", "step": 9, "steps": 9})
     page = page_of(experiment, store)
     scripts = [attributes for tag, attributes in page.tags if tag == "script"]
     assert scripts == [{"type": "application/json", "id": "summary"}]
@@ -344,3 +278,58 @@ def test_a_script_reads_one_line_a_sentence(whole: tuple[Experiment, RunStore]) 
     lines = file.getvalue().splitlines()
     assert content["headline"][0] in lines
     assert "\x1b" not in file.getvalue()
+
+
+def test_factors_stand_beside_their_sentence(tmp_path: Path) -> None:
+    """Main effects and the interaction in the page and on the terminal, with the verdict that ``outcome`` gave."""
+    experiment, store = fake(tmp_path, HEAD + CROSSED)
+    content = outcome(experiment, store)
+    page = page_of(experiment, store)
+    console = Console(file=io.StringIO(), width=80)
+    print_outcome(content, console)
+    printed = " ".join(console.file.getvalue().split())  # pyright: ignore[reportAttributeAccessIssue]
+    for row in content["combinations"]:
+        assert row["words"] in page.visible
+        shown = plus_minus(row["estimate"]["mean"], row["estimate"]["half_width"])
+        assert shown in page.visible
+        assert shown in printed
+        assert row["verdict"]["text"] in page.visible
+
+
+def test_a_dose_curve_says_where_its_minimum_can_lie(tmp_path: Path) -> None:
+    experiment, store = fake(tmp_path, HEAD + DOSES)
+    (row,) = outcome(experiment, store)["doses"]
+    page = page_of(experiment, store)
+    assert row["minimum"]["words"][1:] in page.visible
+    dots = [dict(attributes) for tag, attributes in page.tags if tag == "circle"]
+    assert (
+        len([dot for dot in dots if dot["class"] == "dot f-c1" and dot["r"] == "3.5"]) == 4 * 6
+    )  # doses but the first
+
+
+def test_a_sequential_experiment_says_its_looks_and_its_confidence(tmp_path: Path) -> None:
+    """No place says 95 % where the interval has another confidence."""
+    experiment, store, content = looked_at(tmp_path, lambda cell: 0.0, 6)
+    page = page_of(experiment, store)
+    confidence = f"{100 * content['confidence']:.3g} %"
+    assert confidence != "95 %"
+    assert "looks at 4, 6 seeds were declared, this is the look at 6" in page.visible
+    assert f"± half of its {confidence} interval" in page.visible
+    console = Console(file=io.StringIO(), width=80)
+    print_outcome(content, console)
+    assert f"± {confidence}" in console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_equal_time_is_told_all_three_ways(tmp_path: Path) -> None:
+    experiment, store = timed(tmp_path, 1.25)
+    content = outcome(experiment, store)
+    page = page_of(experiment, store)
+    (row,) = content["equal_time"]
+    assert row["slope"]["words"] in page.visible
+    assert row["target"]["ratio"]["words"] in page.visible
+    assert "xsa@equal-time - standard, 6 seeds" in page.visible
+    console = Console(file=io.StringIO(), width=200)
+    print_outcome(content, console)
+    printed = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert "trained again: xsa@equal-time" in printed
+    assert "time to" in printed

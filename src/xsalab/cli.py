@@ -135,6 +135,9 @@ def data(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -> 
     from .experiment.design import expand, resolve
 
     experiment = _load(file, sets, plugins=False)
+    if experiment.command:
+        print("[]" if json_ else 'nothing to prepare: engine = "command", so the data are the command\'s own')
+        return
     _, corpora = _prepare(experiment, out)
     contexts = sorted({resolve(experiment, cell).model.context for cell in expand(experiment)})
     content = [
@@ -181,6 +184,9 @@ def check(
     extra = ()
     if file is not None:
         experiment = _load(file, sets)
+        if experiment.command:
+            print("[]" if json_ else 'nothing to check: engine = "command", so the model is the command\'s own')
+            return
         extra = experiment_choices([resolve(experiment, cell) for cell in expand(experiment)])
     found = []
     for result in all_checks(compiled, extra):
@@ -294,8 +300,10 @@ def _train_missing(
     pending = [task for task in every if task not in ended]
     for task in ended:  # trains nothing; a run of another configuration is found before hours are spent
         run_cell(task)
-    jobs = jobs or default_jobs(max(task.config.train.threads for task in every), len(pending))
-    if any(task.config.train.compile for task in pending) and (reason := cannot_compile()):
+    if experiment.command:
+        jobs = jobs or 1  # what a command needs of the machine is not known
+    jobs = jobs or default_jobs(max(task.threads for task in every), len(pending))
+    if any(task.compiled for task in pending) and (reason := cannot_compile()):
         _note(f"note: {reason}")
     if pending:
         _note(f"{len(pending)} of {len(every)} runs to do, {jobs} at a time")
@@ -317,21 +325,24 @@ def _parts(clock: dict[str, float], statuses: list[dict[str, Any]], jobs: int) -
 @contextmanager
 def _run_progress(store: Any, pending: list[Any]) -> Iterator[Any]:
     """One bar over all steps; a line for each run that ends."""
-    total = sum(task.config.train.steps for task in pending)
+    total = sum(task.steps for task in pending)
     done = dict.fromkeys((task.cell for task in pending), 0)
     with _bar("training", total) as update:
 
         def event(cell: Any, content: dict[str, Any]) -> None:
             if content["kind"] == "step":
-                done[cell] = content["step"]
-                update(sum(done.values()), f"training {cell.name}, loss {content['loss']:.3f}")
+                done[cell] = content["step"] if content["steps"] else 0  # of a command the number is not known
+                words = content.get("words") or f"loss {content['loss']:.3f}"
+                update(sum(done.values()), f"training {cell.name}, {words}")
             elif content["kind"] == "end":
                 status = store.run(cell).status
-                done[cell] = next(task.config.train.steps for task in pending if task.cell == cell)
+                done[cell] = next(task.steps for task in pending if task.cell == cell)
                 seconds = status.get("seconds", {})
                 detail = status.get("message", "")
                 if "val_bpb" in status:
                     detail = f"val bpb {status['val_bpb']:.4f}, {sum(seconds.values()):.0f} s"
+                elif "value" in status:
+                    detail = f"{status['value']:.6g}, {sum(seconds.values()):.0f} s"
                 _note(f"{cell.name}: {status['state']}, {detail}")
                 update(sum(done.values()))
 
@@ -399,21 +410,24 @@ def status(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -
         row: dict[str, Any] = {
             "run": cell.name,
             "step": 0,
-            "steps": resolve(experiment, cell).train.steps,
+            "steps": None if experiment.command else resolve(experiment, cell).train.steps,
             **run.status,
         }
         if row["state"] == "running":  # status.json says where the process began; the log, where it is
-            row["step"] = max([row["step"], *(entry["step"] + 1 for entry in run.metrics() if "loss" in entry)])
+            logged = [entry["step"] + 1 for entry in run.metrics() if "loss" in entry or experiment.command]
+            row["step"] = max([row["step"], *logged])
         rows.append(row)
     if json_:
         print(json.dumps(rows, ensure_ascii=False))
         return
     table = Table(box=None)
-    for heading in ("run", "state", "step", "val bpb", ""):
+    for heading in ("run", "state", "step", experiment.metric.name if experiment.command else "val bpb", ""):
         table.add_column(heading)
     for row in rows:
-        bpb = f"{row['val_bpb']:.4f}" if "val_bpb" in row else ""
-        table.add_row(row["run"], row["state"], f"{row['step']}/{row['steps']}", bpb, row.get("message", ""))
+        value = f"{row['value']:.6g}" if "value" in row else ""
+        value = f"{row['val_bpb']:.4f}" if "val_bpb" in row else value
+        steps = str(row["step"]) if row["steps"] is None else f"{row['step']}/{row['steps']}"
+        table.add_row(row["run"], row["state"], steps, value, row.get("message", ""))
     console.print(table)
     states = [row["state"] for row in rows]
     print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
@@ -475,3 +489,137 @@ def sample(
     for piece in stream_text(tokenizer.token_bytes[token] for token in new):
         print(piece, end="", flush=True)
     print()
+
+
+@app.command()
+def plan(
+    file: File,
+    out: Out = OUT,
+    effect: Annotated[str, typer.Option(help="the difference worth finding: 0.003, or 0.3% of the baseline")] = "",
+    sd: Annotated[str, typer.Option(help="a stated sd of the paired differences: 0.0005, or 0.05%")] = "",
+    measure: Annotated[bool, typer.Option("--measure/--no-measure", help="time a few steps where needed")] = True,
+    sets: Sets = None,
+    json_: Json = False,
+) -> None:
+    """Say what an experiment will cost and what it can see, before anything is spent.
+
+    Trains and writes nothing, runs no code of the experiment's plugins.
+
+    Example: xsalab plan experiments/quick.toml --effect 0.3%
+    """
+    from .experiment.stages import as_run
+    from .experiment.store import RunStore
+    from .plan import plan as make_plan
+    from .plan import print_plan
+
+    experiment = _load(file, sets, plugins=False)
+    store = RunStore.of(experiment, out)
+    content = make_plan(as_run(experiment, store), store, effect=effect, sd=sd, measure=measure)
+    if json_:
+        print(json.dumps(content, ensure_ascii=False, allow_nan=False))
+    else:
+        print_plan(content, console)
+
+
+@app.command()
+def calibrate(
+    experiments: Annotated[int, typer.Option(min=1, help="experiments a setting")] = 2000,
+    jobs: Annotated[int, typer.Option(min=0, help="processes side by side; 0: one a core")] = 0,
+    bank: Annotated[Path | None, typer.Option(help="a finished experiment to resample, not the shipped runs")] = None,
+    out: Out = OUT,
+    json_: Json = False,
+) -> None:
+    """Try the verdicts on thousands of experiments whose truth is known, and judge their errors.
+
+    Exit code 1 if an error is larger, or an interval wider, than it says.
+
+    Example: xsalab calibrate --experiments 2000
+    """
+    from .calibrate import calibrate as run_calibration
+    from .calibrate import collect, markdown, read_bank, shipped_bank
+    from .experiment.stages import as_run
+    from .experiment.store import RunStore
+
+    if bank is None:
+        runs = shipped_bank()
+    else:
+        experiment = _load(bank, None, plugins=False)
+        store = RunStore.of(experiment, out)
+        runs = read_bank(collect(as_run(experiment, store), store))
+    with _bar("calibrating", 1.0) as update:
+        result = run_calibration(runs, experiments=experiments, jobs=jobs, progress=update)
+    print(json.dumps(result, ensure_ascii=False, allow_nan=False) if json_ else markdown(result))
+    if result["failed"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+def align(
+    log: Annotated[Path, typer.Argument(metavar="LOG", help="console log, CSV, JSON lines, event files, run folder")],
+    reference: Annotated[Path | None, typer.Option(help="a log of raw values that saw the same batches")] = None,
+    beta: Annotated[float | None, typer.Option(help="β of the exponential average, where it is known")] = None,
+    form: Annotated[str, typer.Option(help="of that average: corrected or plain")] = "",
+    metric: Annotated[str, typer.Option(help="which of the log's metrics")] = "loss",
+    run: Annotated[str, typer.Option(help="which run, where the file holds several")] = "",
+    out: Annotated[Path | None, typer.Option(help="write the aligned series to this CSV file")] = None,
+    json_: Json = False,
+) -> None:
+    """Say which step convention and smoothing another tool's log has, undo both exactly, and write the result.
+
+    Example: xsalab align console.log --out aligned.csv
+    """
+    from .align import align as align_log
+    from .align import as_json, lines, write_table
+    from .interop.logs import read_log
+
+    other = None if reference is None else read_log(reference)
+    aligned = align_log(read_log(log, run), reference=other, beta=beta, form=form, metric=metric)
+    if out is not None:
+        write_table(aligned, out)
+    if json_:
+        print(json.dumps(as_json(aligned), ensure_ascii=False, allow_nan=False))
+        return
+    _say_lines(lines(aligned))
+    if out is not None:
+        print(f"written: {out}")
+
+
+@app.command()
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="EXPERIMENT:ARM, run folders, a log, or a folder of logs")],
+    b: Annotated[str, typer.Argument(metavar="B", help="the same: the baseline")],
+    metric: Annotated[str, typer.Option(help="what is compared at the end of the runs")] = "val_bpb",
+    higher: Annotated[bool, typer.Option("--higher-is-better", help="an accuracy, not a loss")] = False,
+    margin: Annotated[float, typer.Option(help="a difference too small to matter, as a share of B's value")] = 0.001,
+    json_: Json = False,
+) -> None:
+    """Compare runs that exist, xsalab's or other tools' logs, and say what the comparison cannot vouch for.
+
+    Example: xsalab compare out/experiments/quick:xsa out/experiments/quick:standard
+    """
+    from .compare import compare as compare_runs
+    from .compare import lines, terminal_table
+
+    content = compare_runs(a, b, metric=metric, lower_is_better=not higher, margin=margin)
+    if json_:
+        print(json.dumps(content, ensure_ascii=False, allow_nan=False))
+        return
+    console.print(terminal_table(content, _spelled))
+    print()
+    _say_lines(lines(content))
+
+
+def _spelled(text: str) -> str:
+    """The text as stdout can write it: signs that its encoding lacks are spelled out."""
+    encoding = console.encoding or "utf-8"
+    if encoding.lower().startswith("utf"):
+        return text
+    from .report import SPELLED
+
+    return text.translate(SPELLED).encode(encoding, "replace").decode(encoding)
+
+
+def _say_lines(texts: Iterable[str]) -> None:
+    """Each as one line, however long."""
+    for text in texts:
+        print(_spelled(text))

@@ -10,6 +10,7 @@ null control is grey and the positive control is grey and dashed, everywhere.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -148,20 +149,34 @@ def interval_plot(rows: Sequence[Mapping[str, Any]], colours: Colours | None = N
     """The contrasts of one point: each a bar (95 % interval), a line (mean) and one dot a seed; SVG text.
 
     rows: as ``outcome`` gives them. The effects and the null control share a scale, which the positive control would
-    squeeze: it stands below on its own. The band is ± margin, the line is no difference.
+    squeeze: it stands below on its own, and so do effects that are many times larger than the others, an optimizer's
+    beside a variant's. The band is ± margin, the line is no difference.
     """
     colours = colours or Colours.of("", [row["treatment"] for row in rows])
     parts, top = [], 0.0
-    for title, kinds in (
-        ("Effects, and the null control: what no effect looks like here", ("effect", "null")),
-        ("Positive control: known to hurt; on its own scale", ("positive",)),
+    effects = [row for row in rows if row["kind"] == "effect"]
+    null = [row for row in rows if row["kind"] == "null"]
+    close, far = _by_size(effects)
+    beside = ", and the null control: what no effect looks like here" if null else ""
+    for title, chosen in (
+        (f"Effects{beside}", [*close, *null]),
+        ("Larger effects; on their own scale", far),
+        ("At equal time", [row for row in rows if row["kind"] == "equal time"]),
+        ("Positive control: known to hurt; on its own scale", [row for row in rows if row["kind"] == "positive"]),
     ):
-        chosen = [row for row in rows if row["kind"] in kinds]
         if chosen:
             drawn, height = _interval_panel(title, chosen, colours)
             parts.append(f'<g transform="translate(0 {top:g})">{drawn}</g>')
             top += height
-    return _svg("".join(parts), top, "Paired differences of bits per byte: intervals and every seed")
+    return _svg("".join(parts), top, f"Paired differences of {_metric(rows)}: intervals and every seed")
+
+
+def _by_size(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Rows of about one size, and those that would squeeze them: where sizes, in order, jump tenfold."""
+    sizes = {id(row): max((abs(value) for value in _extent(row)), default=0.0) for row in rows}
+    ordered = sorted(size for size in sizes.values() if size)
+    jump = next((after for before, after in itertools.pairwise(ordered) if after > 10 * before), math.inf)
+    return [row for row in rows if sizes[id(row)] < jump], [row for row in rows if sizes[id(row)] >= jump]
 
 
 def interval_svg(rows: Sequence[Mapping[str, Any]], colours: Colours | None = None) -> str:
@@ -192,16 +207,24 @@ def _interval_panel(title: str, rows: Sequence[Mapping[str, Any]], colours: Colo
     if margin:
         under.append(
             f'<rect class="band" x="{left:.1f}" y="{head - 8:g}" width="{right - left:.1f}" height="{y - head + 8:g}">'
-            f"<title>{_escape(f'margin: ± {plain_number(margin, 2)} bpb')}</title></rect>"
+            f"<title>{_escape(f'margin: ± {plain_number(margin, 2)} {_metric(rows, short=True)}')}</title></rect>"
         )
     for tick in x.ticks():
         under.append(_line(x(tick), head - 8, x(tick), y, "zero" if tick == 0 else "grid"))
         under.append(_text(x(tick), y + 15, x.label(tick), "small", "middle"))
-    under.append(_text(MARGIN, 34, "← fewer bits: better", "small"))
-    under.append(_text(WIDTH - MARGIN, 34, "worse: more bits →", "small", "end"))
+    fewer, more = ("fewer bits", "more bits") if _metric(rows, short=True) == "bpb" else ("lower", "higher")
+    left_word, right_word = ("better", "worse") if rows[0].get("lower_is_better", True) else ("worse", "better")
+    under.append(_text(MARGIN, 34, f"← {fewer}: {left_word}", "small"))
+    under.append(_text(WIDTH - MARGIN, 34, f"{right_word}: {more} →", "small", "end"))
     band = f"; shaded: ± margin, {plain_number(margin, 2)}" if margin else ""
-    under.append(_text(WIDTH / 2, y + 32, f"Δ bits per byte, treatment − baseline{band}", "small", "middle"))
+    under.append(_text(WIDTH / 2, y + 32, f"Δ {_metric(rows)}, treatment − baseline{band}", "small", "middle"))
     return "".join(under + parts), y + 52
+
+
+def _metric(rows: Sequence[Mapping[str, Any]], short: bool = False) -> str:
+    """What the rows compare, which is the same for all of an experiment; by default our own engine's bits per byte."""
+    name = rows[0].get("metric", "bpb") if rows else "bpb"
+    return "bits per byte" if name == "bpb" and not short else name
 
 
 def _extent(row: Mapping[str, Any]) -> list[float]:
@@ -237,7 +260,7 @@ def _interval_row(row: Mapping[str, Any], x: _Scale, y: float, colour: str) -> t
         )
     first = y + (height - lane * (len(differences) - 1)) / 2
     for i, (seed, value) in enumerate(zip(row["seeds"], differences, strict=True)):
-        tip = f"seed {seed}: {plain_number(value)} bpb"
+        tip = f"seed {seed}: {plain_number(value)} {_metric([row], short=True)}"
         parts.append(
             f'<circle class="dot f-{colour}" cx="{x(value):.1f}" cy="{first + lane * i:.1f}" r="4">'
             f"<title>{_escape(tip)}</title></circle>"
@@ -248,6 +271,57 @@ def _interval_row(row: Mapping[str, Any], x: _Scale, y: float, colour: str) -> t
 def details(row: Mapping[str, Any]) -> str:
     """What the label of a contrast adds to the arm's name: "all layers" of "xsa (all layers)"."""
     return row["label"].removeprefix(f"{row['treatment']} (").removesuffix(")")
+
+
+def dose_plot(row: Mapping[str, Any]) -> str:
+    """Δ by dose: the fitted curve with its band, each dose's mean with its interval, one dot a seed; SVG text.
+
+    row: of ``outcome``'s "doses". The bar at the bottom is where the curve's minimum can lie.
+    """
+    doses, points, curve = row["doses"], row["points"], row["curve"]
+    word = "α" if row["factor"] == "alpha" else row["factor"]
+    others = [index for index, dose in enumerate(doses) if dose != row["reference"]]
+    seeds = dict(zip(others, row["seed_values"], strict=True))
+    bounds = [
+        value for values in (curve["low"], curve["high"], curve["delta"]) for value in values if value is not None
+    ]
+    bounds += [point[end] for point in points for end in ("low", "high") if point[end] is not None]
+    bounds += [value for values in seeds.values() for value in values]
+    left, right, top, bottom = MARGIN + 64, WIDTH - MARGIN, 30.0, 330.0
+    x, y = _Scale.around(doses, left, right), _Scale.around([0.0, *bounds], bottom, top)
+    parts = [f'<rect class="panel" x="{left:g}" y="{top:g}" width="{right - left:g}" height="{bottom - top:g}"/>']
+    for tick in y.ticks():
+        parts.append(_line(left, y(tick), right, y(tick), "zero" if tick == 0 else "grid"))
+        parts.append(_text(left - 8, y(tick) + 4, y.label(tick), "small", "end"))
+    parts += [_text(x(dose), bottom + 16, plain_number(dose), "small", "middle") for dose in doses]
+    at = [x(dose) for dose in curve["doses"]]
+    if None not in curve["low"]:
+        edge = [(px, y(high)) for px, high in zip(at, curve["high"], strict=True)]
+        edge += reversed([(px, y(low)) for px, low in zip(at, curve["low"], strict=True)])
+        outline = " ".join(f"{px:.1f},{py:.1f}" for px, py in edge)
+        tip = "95 % band of the curve, dose by dose"
+        parts.append(f'<polygon class="bar f-c0" points="{outline}"><title>{tip}</title></polygon>')
+    line = " ".join(f"{px:.1f},{y(delta):.1f}" for px, delta in zip(at, curve["delta"], strict=True))
+    parts.append(f'<polyline class="thick s-c0" points="{line}" fill="none"/>')
+    for index, (dose, point) in enumerate(zip(doses, points, strict=True)):
+        if point["low"] is not None and index in seeds:
+            tip = f"{word} = {plain_number(dose)}: {plain_number(point['low'])} to {plain_number(point['high'])}"
+            parts.append(_line(x(dose), y(point["low"]), x(dose), y(point["high"]), "mean s-c1", tip))
+        for seed, value in zip(row["seeds"], seeds.get(index, ()), strict=False):
+            tip = f"{word} = {plain_number(dose)}, seed {seed}: {plain_number(value)} bpb"
+            parts.append(
+                f'<circle class="dot f-c1" cx="{x(dose) + 9:.1f}" cy="{y(value):.1f}" r="3.5">'
+                f"<title>{_escape(tip)}</title></circle>"
+            )
+    for low, high in row["minimum"]["within"]:
+        parts.append(
+            f'<rect class="bar f-c2" x="{x(low):.1f}" y="{bottom + 24:g}" width="{max(x(high) - x(low), 3):.1f}" '
+            f'height="7" rx="3"><title>{_escape(row["minimum"]["words"])}</title></rect>'
+        )
+    parts.append(_text(left, 18, f"Δ bits per byte against {word} = {plain_number(row['reference'])}", "strong"))
+    caption = f"{word}; green: where the lowest point can lie (95 %)"
+    parts.append(_text((left + right) / 2, bottom + 50, caption, "small", "middle"))
+    return _svg("".join(parts), bottom + 60, f"Dose and response: difference of bits per byte by {word}")
 
 
 def curve_plot(curves: Sequence[Curve], beta: float, colours: Colours) -> str:

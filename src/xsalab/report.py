@@ -21,8 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from . import __version__, figures
-from .config import dump, flat
-from .experiment.design import Cell, Experiment, resolve
+from .config import flat
+from .experiment.design import Cell, Experiment, tables_of
 from .experiment.outcome import plus_minus
 from .experiment.store import RunStore
 from .experiment.timing import CONTROL
@@ -49,6 +49,10 @@ READINGS = {
     "diverged": "At least one run of {arm} broke down while training: its loss or gradient stopped being a finite "
     "number. A mean over the other runs would flatter it, so there is no verdict on its quality: {reason}.",
 }
+READING_OF_COMMAND = (
+    "Run by the same command with the same seeds, {arm} has a {side} {metric} than {base}, by {size}, and the 95 % "
+    "interval of the difference excludes zero. What was not checked stands under matched conditions."
+)
 BELOW_MARGIN = (
     " The difference is real, but smaller than the margin of {margin} that was declared before the runs as "
     "too small to matter."
@@ -69,9 +73,7 @@ def write_report(experiment: Experiment, store: RunStore, content: Mapping[str, 
         if rows:
             write_atomic(store.folder / name, figures.interval_svg(rows, colours))
     write_atomic(store.folder / "summary.json", json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
-    settings = dict(
-        flat(dump(resolve(experiment, Cell(content["points"][0], content["baseline"], experiment.seeds[0]))))
-    )
+    settings = dict(flat(tables_of(experiment, Cell(content["points"][0], content["baseline"], experiment.seeds[0]))))
     page = render(content, losses(experiment, store), settings, experiment.path.name)
     path = store.folder / "report.html"
     write_atomic(path, page)
@@ -88,9 +90,10 @@ def losses(experiment: Experiment, store: RunStore) -> Losses:
         for arm in experiment.arms:
             for seed in experiment.seeds:
                 rows = store.run(Cell(point.name, arm, seed)).metrics()
-                rows = [row for row in rows if row.get("loss") is not None and math.isfinite(row["loss"])]
+                name = "loss" if any("loss" in row for row in rows) else experiment.primary.metric
+                rows = [row for row in rows if row.get(name) is not None and math.isfinite(row[name])]
                 if rows:
-                    curve = figures.Curve(arm, seed, [row["step"] for row in rows], [row["loss"] for row in rows])
+                    curve = figures.Curve(arm, seed, [row["step"] for row in rows], [row[name] for row in rows])
                     found.setdefault((point.name, arm), []).append(curve)
     return found
 
@@ -122,6 +125,7 @@ def render(content: Mapping[str, Any], curves: Losses, settings: Mapping[str, An
         file=file,
         settings=settings,
         points=[_point(content, curves, point, colours, beta) for point in content["points"]],
+        over=_over_points(content),
         style=Markup(_variables() + figures.STYLE),
         data=embed(content),
         states=_states(content),
@@ -160,12 +164,25 @@ def _point(
         behind = _pairs_of(of["null"], of[null["baseline"]], null["seeds"], beta) if null else []
         svg = figures.difference_plot(effect, behind, beta, colours)
         pictures.append({"title": f"{row['treatment']} − {row['baseline']}", "svg": Markup(svg)})
+    decided = [row for row in rows if row["kind"] == "effect" and "verdict" in row]
+    first = [row for row in decided if row["primary"]] or decided[:1]
+    combined = [row for row in content["combinations"] if row["point"] == point]
     return {
         "name": point,
         "effects": [row for row in rows if row["kind"] == "effect"],
-        "controls": [row for row in rows if row["kind"] != "effect"],
+        "controls": [row for row in rows if row["kind"] in ("null", "positive")],
+        "equal_time": [row for row in rows if row["kind"] == "equal time"],
         "rows": rows,
-        "readings": [_reading(content, row) for row in rows if row["kind"] == "effect" and "verdict" in row],
+        "readings": [_reading(content, row) for row in first],
+        "others": [_reading(content, row) for row in decided if row not in first],
+        "combined": combined,
+        "combined_plot": _combined_plot(combined),
+        "means": _cell_means(content, point),
+        "doses": [
+            {**row, "svg": Markup(figures.dose_plot(row))}
+            for row in content["doses"]
+            if row["point"] == point and "curve" in row
+        ],
         "levels": {level["arm"]: level for level in content["levels"] if level["point"] == point},
         "costs": {cost["arm"]: cost for cost in content["costs"].get("costs", []) if cost["point"] == point},
         "runs": {(run["arm"], run["seed"]): run for run in content["runs"] if run["point"] == point},
@@ -173,6 +190,30 @@ def _point(
         "curves": Markup(figures.curve_plot(shown, beta, colours)),
         "differences": pictures,
     }
+
+
+def _over_points(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What goes over several points: means and trends, each with its own picture, as their units differ."""
+    rows = [row for row in content["combinations"] if not row["point"]]
+    pictures = [_combined_plot([row for row in rows if row["kind"] == kind]) for kind in ("mean", "trend")]
+    return {"rows": rows, "plots": [picture for picture in pictures if picture]}
+
+
+def _combined_plot(rows: Sequence[Mapping[str, Any]]) -> Markup | str:
+    """The interval picture of contrasts of more than two cells; they share one scale, so they share one unit."""
+    shown = []
+    for row in rows:
+        left, _, right = row["words"].partition(" against ")
+        shown.append({**row, "kind": "effect", "treatment": row["name"], "label": left, "baseline": right})
+    if not any("estimate" in row for row in shown):
+        return ""
+    return Markup(figures.interval_plot(shown, figures.Colours.of("", [row["name"] for row in shown])))
+
+
+def _cell_means(content: Mapping[str, Any], point: str) -> list[dict[str, Any]]:
+    """Of the crossed arms at a point: the level of each factor, and the mean over seeds."""
+    levels = {level["arm"]: level for level in content["levels"] if level["point"] == point}
+    return [{"levels": chosen, **levels[arm]} for arm, chosen in content["crossed"].items() if arm in levels]
 
 
 def _pairs_of(
@@ -186,7 +227,13 @@ def _reading(content: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, st
     """The verdict word in plain words, with what would help."""
     verdict = row["verdict"]
     text = READINGS[verdict["word"]] + (BELOW_MARGIN if verdict["below_margin"] else "")
-    margin = f"{100 * content['primary']['margin']:g} % of the baseline's bits per byte"
+    if content["engine"] == "command" and verdict["word"] in ("better", "worse"):
+        side = "lower" if (verdict["word"] == "better") == content["lower_is_better"] else "higher"
+        text = text.replace(READINGS[verdict["word"]], READING_OF_COMMAND)
+        text = text.replace("{side}", side).replace("{metric}", content["metric"])
+    margin = f"{100 * content['primary']['margin']:g} % of the baseline's {_named(content)}"
+    if content["primary"]["absolute"]:
+        margin = f"{content['primary']['margin']:g}"
     relative = row["estimate"]["relative"] if "estimate" in row else None
     size = "" if relative is None else percent(abs(relative), signed=False)
     names = {"arm": row["treatment"], "base": row["baseline"]}
@@ -198,6 +245,11 @@ def _reading(content: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, st
         "reason": verdict["reason"],
         "advice": verdict["advice"],
     }
+
+
+def _named(content: Mapping[str, Any]) -> str:
+    """The metric in a sentence."""
+    return "bits per byte" if content["engine"] == "xsalab" else content["metric"]
 
 
 def _states(content: Mapping[str, Any]) -> str:
@@ -278,26 +330,34 @@ def terminal_table(content: Mapping[str, Any], say: Callable[[str], str] = str) 
     say: applied to every text, for a terminal that cannot write them all.
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("arm", min_width=8, max_width=16, overflow="fold")
-    for name in ("val bpb", say("Δ bpb ± 95 %"), say("Δ %"), "time"):
+    table.add_column("arm", min_width=8, max_width=20, overflow="fold")
+    own, metric = content["engine"] == "xsalab", content["metric"]
+    level = f"val {metric}" if own else metric
+    for name in (say(level), say(f"Δ {metric} ± {_confidence(content)}"), say("Δ %"), *(["time"] if own else [])):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", min_width=12)
     levels = {(level["point"], level["arm"]): level for level in content["levels"]}
     costs = {(cost["point"], cost["arm"]): cost for cost in content["costs"].get("costs", [])}
 
+    def shown(value: float) -> str:
+        return bpb(value) if own else f"{value:.5g}".replace("-", "−")
+
     def add(*values: str, style: str = "") -> None:
+        if not own:  # step times of a command are not measured
+            values = (*values[:4], *values[5:])
         table.add_row(*(Text(say(value)) for value in values), style=style)
 
     for point in content["points"]:
         if len(content["points"]) > 1:
             add(point, style="bold")
         level = levels.get((point, content["baseline"]))
-        add(content["baseline"], bpb(level["mean"]) if level else "", "", "", "", "baseline")
+        add(content["baseline"], shown(level["mean"]) if level else "", "", "", "", "baseline")
         for row in (row for row in content["contrasts"] if row["point"] == point):
             estimate, cost = row.get("estimate"), costs.get((point, row["treatment"]))
+            against = "" if row["baseline"] == content["baseline"] else f" − {row['baseline']}"
             add(
-                str(NAMES.get(row["treatment"], row["treatment"])),
-                bpb(estimate["treatment_mean"]) if estimate else "",
+                str(NAMES.get(row["treatment"], row["treatment"])) + against,
+                shown(estimate["treatment_mean"]) if estimate else "",
                 plus_minus(estimate["mean"], estimate["half_width"]) if estimate else "",
                 percent(estimate["relative"]) if estimate and estimate["relative"] is not None else "",
                 ratio(cost["ratio"]) if cost else "",
@@ -311,10 +371,55 @@ def terminal_table(content: Mapping[str, Any], say: Callable[[str], str] = str) 
     return table
 
 
+def combined_table(content: Mapping[str, Any], say: Callable[[str], str] = str) -> Table:
+    """Main effects, interactions, means and trends over points. Fits 80 columns."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("contrast", min_width=24, max_width=40, overflow="fold")
+    table.add_column(say(f"Δ {content['metric']} ± {_confidence(content)}"), justify="right", no_wrap=True)
+    table.add_column("verdict", min_width=12)
+    for row in content["combinations"]:
+        estimate = row.get("estimate")
+        where = f"{row['point']}: " if row["point"] and len(content["points"]) > 1 else ""
+        cells = [where + row["words"], plus_minus(estimate["mean"], estimate["half_width"]) if estimate else ""]
+        table.add_row(*(Text(say(cell)) for cell in (*cells, _verdict(row))))
+    return table
+
+
+def _confidence(content: Mapping[str, Any]) -> str:
+    return f"{100 * content['confidence']:.3g} %"
+
+
+def further_lines(content: Mapping[str, Any]) -> list[str]:
+    """Dose and response, and equal time, a line each."""
+    lines: list[str] = []
+    many = len(content["points"]) > 1
+    for row in content["doses"]:
+        if "minimum" in row:
+            place = ", ".join([*([row["point"]] if many else []), *row["under"]])
+            lines.append(f"{row['factor']}{f' ({place})' if place else ''}: {row['minimum']['words']}; {row['fit']}")
+    for row in content["equal_time"]:
+        where = f"{row['point']}: " if many else ""
+        start = (
+            f"{where}{row['arm']} at equal time (step time × {row['ratio']:.3f}, {row['low']:.3f} to {row['high']:.3f})"
+        )
+        for contrast in content["contrasts"]:
+            sides = {contrast["treatment"].partition("@")[0], contrast["baseline"].partition("@")[0]}
+            again = contrast["kind"] == "equal time" and contrast["point"] == row["point"] and row["arm"] in sides
+            if again and "sentence" in contrast:
+                lines.append(f"{start}, trained again: {contrast['sentence']}")
+        if slope := row.get("slope"):
+            half = None if slope["low"] is None else (slope["high"] - slope["low"]) / 2
+            middle = slope["mean"] if half is None else (slope["high"] + slope["low"]) / 2
+            lines.append(f"{start}, by the baseline's slope: Δ bpb {plus_minus(middle, half)}; {slope['words']}")
+        if target := row.get("target"):
+            lines.append(f"{start}, time to {target['target']:.4f} bpb: {target['ratio']['words']}")
+    return lines
+
+
 def _verdict(row: Mapping[str, Any]) -> str:
     """The word of a contrast. The null control is a picture of the noise, not a gate: it has none."""
     if "verdict" not in row:
-        return "no pair yet"
+        return "exploratory" if row["exploratory"] and "estimate" in row else "no pair yet"
     return "" if row["kind"] == "null" else row["verdict"]["text"]
 
 
@@ -338,13 +443,20 @@ def print_outcome(content: Mapping[str, Any], console: Console) -> None:
 
     console.print(terminal_table(content, say))
     line("")
+    if content["combinations"]:
+        console.print(combined_table(content, say))
+        line("")
     for text in content["headline"]:
         line(text, "bold")
+    for text in further_lines(content):
+        line(text)
     for row in content["contrasts"]:
         if row["kind"] == "effect" and row.get("verdict", {}).get("advice"):
             verdict = row["verdict"]
             where = f"{row['point']}: " if len(content["points"]) > 1 else ""
             line(f"{where}{row['treatment']}: {verdict['reason']}; what would help: {verdict['advice']}")
+    for index, text in enumerate(content["unchecked"]):
+        line(f"not checked: {text}" if index == 0 else f"             {text}", "dim")
     if not content["complete"]:
         line(f"incomplete: {_states(content)}", "yellow")
     for warning in content["warnings"]:

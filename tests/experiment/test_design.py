@@ -7,10 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from xsalab.experiment.design import (
     Cell,
+    combinations,
     config_differences,
     contrasts,
     declared_factors,
@@ -158,8 +160,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "point's section": ({"points": [{"name": "a", "modle.depth": 3}]}, r"modle.depth = 3: name a field as section"),
     "plugins": ({"plugins": "mine.py"}, r"plugins = 'mine.py': a list of Python files"),
     "plugin's type": ({"plugins": [3]}, r"plugins = \[3\]: a list of Python files"),
-    "contrast": ({"primary": {"contrast": "xsa"}}, r"primary.contrast = 'xsa': write two arms as 'xsa - standard'"),
-    "contrast's arm": ({"primary": {"contrast": "xsa - plain"}}, r"primary.contrast = 'xsa - plain': .*arms: standard"),
+    "contrast": ({"primary": {"contrast": "xsa"}}, r"'xsa' is no contrast.*write two arms as 'xsa - standard'"),
+    "contrast's arm": ({"primary": {"contrast": "xsa - plain"}}, r"'xsa - plain' is no contrast.*one of: xsa - st"),
     "contrast with a control": ({"primary": {"contrast": "null - xsa"}}, r"primary.contrast = 'null - xsa'"),
     "metric": ({"primary": {"metric": "loss"}}, r"primary: metric = 'loss': use 'val_bpb'"),
     "margin": ({"primary": {"margin": 0}}, r"primary: margin = 0.0: a share of the baseline's value"),
@@ -225,5 +227,127 @@ def test_an_arm_cannot_change_what_it_is_scored_on(name: str, write_experiment: 
 
 
 def test_a_contrast_needs_two_arms(write_experiment: Write) -> None:
-    with pytest.raises(ValueError, match="two different arms"):
+    with pytest.raises(ValueError, match=r"primary.contrast = 'xsa - xsa' is no contrast"):
         load_experiment(write_experiment(primary={"contrast": "xsa - xsa"}))
+
+
+CROSSED = {
+    "arms": None,
+    "factors": {
+        "attention": {"standard": {"variant": "standard"}, "xsa": {"variant": "xsa"}},
+        "optimizer": {"muon": {"optim.kind": "hybrid"}, "adamw": {"optim.kind": "adamw"}},
+    },
+}
+
+
+def weights(terms: Any) -> dict[str, float]:
+    return {term.arm: term.weight for term in terms}
+
+
+def test_a_two_by_two_has_simple_effects_main_effects_and_one_interaction(write_experiment: Write) -> None:
+    """The weights of a 2 × 2 as any textbook of factorial experiments writes them."""
+    experiment = load_experiment(write_experiment(**CROSSED))
+    assert experiment.baseline == "standard-muon"
+    assert [c.name for c in contrasts(experiment)] == [
+        "xsa-muon - standard-muon",
+        "xsa-adamw - standard-adamw",
+        "standard-adamw - standard-muon",
+        "xsa-adamw - xsa-muon",
+    ]
+    found = {c.name: (c.kind, weights(c.terms)) for c in combinations(experiment)}
+    half = {"xsa-muon": 0.5, "xsa-adamw": 0.5, "standard-muon": -0.5, "standard-adamw": -0.5}
+    assert found["xsa - standard"] == ("main", half)
+    assert found["adamw - muon"] == (
+        "main", {"xsa-adamw": 0.5, "standard-adamw": 0.5, "xsa-muon": -0.5, "standard-muon": -0.5},
+    )  # fmt: skip
+    assert found["(xsa - standard) x (adamw - muon)"] == (
+        "interaction", {"xsa-adamw": 1.0, "standard-adamw": -1.0, "xsa-muon": -1.0, "standard-muon": 1.0},
+    )  # fmt: skip
+    assert len(found) == 3
+
+
+def test_crossed_arms_beside_a_baseline_of_their_own(write_experiment: Write) -> None:
+    """A layer study against standard attention: every arm against it, and against the whole."""
+    path = write_experiment(
+        arms={"standard": {}}, factors={"attention": {"xsa": {"variant": "xsa"}}, "layers": "first-k"}
+    )
+    names = [c.name for c in contrasts(load_experiment(path))]
+    assert names == ["all - standard", "first-1 - standard", "first-1 - all"]
+
+
+def test_every_contrast_of_any_crossing_adds_up_to_nothing(write_experiment: Write) -> None:
+    """Weights that add up to 0: a level that all cells share is no effect. 2 × 2 × 3 arms at two points."""
+    factors = {**CROSSED["factors"], "layers": ["all", "first:1", "last:1"]}
+    factors["attention"] = {"xsa": {"variant": "xsa"}, "self": {"variant": "self-masked"}}
+    points = [{"name": "a", "depth": 2}, {"name": "b", "depth": 3}]
+    experiment = load_experiment(write_experiment(arms=None, factors=factors, points=points))
+    every = [*contrasts(experiment), *combinations(experiment)]
+    assert len({(c.name, c.point) for c in every}) == len(every)
+    for contrast in every:
+        assert sum(term.weight for term in contrast.terms) == pytest.approx(0, abs=1e-12)
+        assert sum(abs(term.weight) for term in contrast.terms) > 0.5
+
+
+def test_a_trend_is_the_slope_over_doublings(write_experiment: Write) -> None:
+    """Against numpy's straight line through differences at 1024, 2048 and 8192 tokens."""
+    points = [{"name": f"t{n}", "train.tokens": n} for n in (1024, 2048, 8192)]
+    experiment = load_experiment(write_experiment(points=points))
+    trend = next(c for c in combinations(experiment) if c.kind == "trend")
+    assert (trend.name, trend.scale) == ("xsa - standard over train.tokens", "train.tokens")
+    differences = [0.3, -0.1, 0.05]
+    of = {point["name"]: value for point, value in zip(points, differences, strict=True)}
+    slope = sum(term.weight * of[term.point] for term in trend.terms if term.arm == "xsa")
+    assert slope == pytest.approx(np.polyfit([10, 11, 13], differences, 1)[0])
+    mean = next(c for c in combinations(experiment) if c.kind == "mean")
+    assert [term.weight for term in mean.terms] == pytest.approx([1 / 3, -1 / 3] * 3)
+
+
+def test_points_without_a_number_that_grows_have_no_trend(write_experiment: Write) -> None:
+    points = [{"name": "a", "optim.kind": "muon"}, {"name": "b", "optim.kind": "adamw"}]
+    assert [c.kind for c in combinations(load_experiment(write_experiment(points=points)))] == ["mean"]
+
+
+@pytest.mark.parametrize(
+    "declared", ["(xsa - standard) x (adamw - muon)", "xsa - standard", "xsa-adamw - standard-adamw"]
+)
+def test_any_contrast_may_be_the_primary_one(write_experiment: Write, declared: str) -> None:
+    """An interaction, a main effect and a simple effect, declared by name before the runs."""
+    experiment = load_experiment(write_experiment(**CROSSED, primary={"contrast": declared}))
+    flagged = [c.name for c in (*contrasts(experiment), *combinations(experiment)) if c.primary]
+    assert flagged == [declared]
+
+
+def test_a_trend_may_be_declared_along_another_field(write_experiment: Write) -> None:
+    points = [{"name": "a", "depth": 2, "width": 32}, {"name": "b", "depth": 3, "width": 64}]
+    name = "xsa - standard over model.width"
+    experiment = load_experiment(write_experiment(points=points, primary={"contrast": name}))
+    assert [c.name for c in combinations(experiment) if c.kind == "trend"] == [name]
+
+
+@pytest.mark.parametrize(
+    ("primary", "words"),
+    [
+        ({"contrast": "(xsa - standard) x (muon - adamw)"}, r"is no contrast.*\(xsa - standard\) x \(adamw - muon\)"),
+        ({"family": ["xsa - nothing"]}, r"primary.family = 'xsa - nothing' is no contrast"),
+        (
+            {"contrast": "xsa - standard", "family": ["adamw - muon"]},
+            r"primary.family = .* leaves out the primary contrast 'xsa - standard'; add it",
+        ),
+    ],
+)
+def test_a_declaration_that_names_nothing_is_refused(
+    write_experiment: Write, primary: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_experiment(write_experiment(**CROSSED, primary=primary))
+
+
+def test_an_arm_of_the_name_of_a_crossed_one_is_refused(write_experiment: Write) -> None:
+    path = write_experiment(arms={"xsa-muon": {}}, factors=CROSSED["factors"])
+    with pytest.raises(ValueError, match=r"arms.xsa-muon: \[factors\] makes an arm of this name"):
+        load_experiment(path)
+
+
+def test_equal_time_needs_step_times(write_experiment: Write) -> None:
+    with pytest.raises(ValueError, match=r"equal_time.rerun = true needs the step times: set controls.timing = true"):
+        load_experiment(write_experiment(equal_time={"rerun": True}))

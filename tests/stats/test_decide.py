@@ -342,3 +342,62 @@ def test_one_seed_says_that_its_interval_is_over_documents():
     assert sentence("xsa", "standard", e, v) == (
         "xsa against standard: Δ bpb −0.0025 ± 0.0021 (documents only) over 1 seed, not decidable"
     )
+
+
+# --- looks while seeds are added -------------------------------------------------------------------------------------
+
+
+def at_look(mean, half, *, level=0.0172, equivalence_level=0.0186, **other) -> Verdict:
+    """The verdict of one look on mean ± half, with an equivalence interval a tenth narrower."""
+    return decide(
+        estimate(mean, half, confidence=1 - level),
+        estimate90=estimate(mean, 0.9 * half, confidence=1 - 2 * equivalence_level),
+        margin=0.001,
+        level=level,
+        equivalence_level=equivalence_level,
+        **other,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mean", "half", "word", "reason"),
+    [
+        (-0.0031, 0.0012, "better", "the 98.3 % interval excludes 0 (nominal level of each look)"),
+        (0.0001, 0.0004, "equivalent", "the 96.3 % interval lies inside ± 0.001 (nominal level of each look)"),
+        (
+            0.0001, 0.0020, "inconclusive",
+            "the 98.3 % interval holds 0 and the 96.3 % interval reaches beyond ± 0.001 (nominal level of each look)",
+        ),
+    ],
+)  # fmt: skip
+def test_a_look_names_the_confidence_it_decides_by(mean, half, word, reason):
+    v = at_look(mean, half)
+    assert (str(v), v.reason) == (word, reason)
+
+
+def test_a_look_compares_holms_p_with_its_own_level():
+    assert at_look(-0.0031, 0.0012, adjusted_p=0.0171).word == "better"
+    assert at_look(-0.0031, 0.0012, adjusted_p=0.0173).word == "inconclusive"
+
+
+def test_the_default_levels_are_those_of_one_look():
+    assert at_look(-0.0031, 0.0012, level=0.05, equivalence_level=0.05) == verdict(-0.0031, 0.0012)
+
+
+def test_a_look_advises_for_its_wider_interval():
+    """A higher confidence needs more seeds for an interval no wider than the margin."""
+    many, few = (
+        int(re.search(r"more seeds, (\d+)", v.advice)[1]) for v in (at_look(0.0001, 0.002), verdict(0.0001, 0.002))
+    )
+    assert many > few
+
+
+@pytest.mark.parametrize("levels", [{"level": 0.0}, {"level": 0.5}, {"equivalence_level": 1.0}])
+def test_impossible_levels_are_refused(levels):
+    with pytest.raises(ValueError, match=next(iter(levels))):
+        at_look(-0.0031, 0.0012, **levels)
+
+
+def test_an_interval_of_another_look_is_refused():
+    with pytest.raises(ValueError, match=r"confidence 0.95; the rule is written for 0.98"):
+        decide(estimate(0.1, 0.01), margin=0.001, estimate90=None, level=0.02)

@@ -244,14 +244,16 @@ def covered(rng, experiments, seeds, documents, seed_sd, document_sd, rest_sd, t
         (8, 0.5, 2, 1, 0, 0),
         (12, 0, 1, 0.3, 0, 0),
         (6, 0.2, 1, 0.5, 5, 0.7),
+        (6, 0.2, 2, 0.5, 0, 1.0),
     ],
     ids=lambda value: f"{value:g}",
 )
 def test_the_95_percent_interval_covers_95_percent(seeds, seed_sd, document_sd, rest_sd, truth, lengths):
     """2,000 experiments each; the band is the central 99.9 % of Binomial(2,000, 0.95): about 0.933 to 0.965.
 
-    The last case has a large true effect and unequal lengths: without the share by length taken out of
-    MS_documents it covers nearly all of them.
+    The last but one has a large true effect and unequal lengths: without the share by length taken out of
+    MS_documents it covers nearly all of them. The last has few long documents that hold most of the bytes: with the
+    plain residuals and as many degrees of freedom as documents it covers 92 %.
     """
     rng = np.random.default_rng(7)
     hits = covered(rng, 2000, seeds, 40, seed_sd, document_sd, rest_sd, truth, lengths=lengths)
@@ -270,6 +272,38 @@ def any_table(rng, seeds=6, documents=9) -> PairTable:
     )
     names = tuple(f"doc{k}" for k in range(documents))
     return PairTable(tuple(range(seeds)), names, baseline, treatment, weights, "bpb", LN2)
+
+
+def test_the_documents_part_is_the_jackknife_over_documents():
+    """Against leaving out each document in turn and forming the ratio of sums anew."""
+    pairs = any_table(np.random.default_rng(2))
+    nats, size, d = (pairs.treatment - pairs.baseline).sum(axis=0), pairs.weights, len(pairs.items)
+    ratio = nats.sum() / size.sum()
+    without = np.array([np.delete(nats, k).sum() / np.delete(size, k).sum() for k in range(d)])
+    jackknife = (d - 1) / d * ((without - ratio) ** 2).sum() / (len(pairs.seeds) * LN2) ** 2
+    e = xs.document_interval(pairs)
+    assert e.standard_error == pytest.approx(math.sqrt(jackknife), rel=1e-12)
+    q = (without - ratio) ** 2
+    assert e.df == pytest.approx(3 * q.sum() ** 2 / (q**2).sum() - 2, rel=1e-12)
+    assert e.df < size.sum() ** 2 / (size**2).sum() - 1, "Kish's effective number less one is its largest value"
+
+
+def test_documents_that_say_the_same_count_in_full_and_a_dominant_one_counts_alone():
+    """Degrees of freedom of the documents: D − 1 for equal squares, little for one document with all the variance."""
+    even = xs.document_interval(table([[1.0, -1.0] * 20]))
+    alone = xs.document_interval(table([[100.0, *[1.0, -1.0] * 20]]))
+    lengths = xs.document_interval(table([[1.0, -1.0] * 20], weights=[1.0, 1.0] * 19 + [50.0, 50.0]))
+    assert even.df == pytest.approx(39)
+    assert 1 <= alone.df < 2
+    assert 1 <= lengths.df < 138**2 / (2 * 50**2 + 38)
+
+
+def test_one_document_with_nearly_all_bytes_leaves_an_interval():
+    weights = np.array([1e9, 1.0, 1.0])
+    x = np.random.default_rng(0).normal(size=(4, 3))
+    for e in (mean_difference(table(x, weights=weights)), xs.document_interval(table(x, weights=weights))):
+        assert e.df >= 1
+        assert all(math.isfinite(n) for n in numbers(e))
 
 
 @pytest.mark.parametrize("seeds", [1, 2, 3, 6])

@@ -82,7 +82,7 @@ def dose_responses(
                 word = "α" if factor.name == "alpha" else factor.name
                 table = DoseTable(
                     factor.values, joined.seeds, joined.items, joined.values.transpose(1, 0, 2), joined.weights,
-                    "val_bpb", joined.unit, 0, "documents", word,
+                    joined.metric.name, joined.unit, 0, joined.metric.item_word, word,
                 )  # fmt: skip
                 response = dose_response(table)
                 row |= plain(response)

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..config import build, config, dump, flat, set_dotted
 from ..data import DataConfig
@@ -25,6 +25,9 @@ from ..model import ModelConfig, VariantChoice
 from ..optim import OptimConfig
 from ..train import TrainConfig
 from .factors import Factor
+
+if TYPE_CHECKING:
+    from .command import Command
 
 CONTROLS = ("null", "positive", "twin")
 SECTIONS: dict[str, type] = {
@@ -48,17 +51,21 @@ class RunConfig:
 
 @config
 class Primary:
-    """The contrast that the experiment is about, declared before the runs; ``margin`` is relative to the baseline."""
+    """The contrast that the experiment is about, declared before the runs.
+
+    ``margin`` is relative to the baseline, or with ``absolute`` in units of the metric.
+    """
 
     contrast: str = ""  # the name of one: "xsa - standard", "(xsa - standard) x (adamw - muon)", … ; empty: none
     metric: str = "val_bpb"
     margin: float = 0.001
     family: tuple[str, ...] = ()  # names of the contrasts that share the error of 5 % (Holm); empty: all of them
+    absolute: bool = False
 
     def __post_init__(self) -> None:
-        if self.metric != "val_bpb":
-            raise ValueError(f"metric = {self.metric!r}: use 'val_bpb'")
-        if not 0 < self.margin < 1:
+        if self.absolute and not 0 < self.margin < math.inf:
+            raise ValueError(f"margin = {self.margin}: a difference in units of the metric, above 0")
+        if not self.absolute and not 0 < self.margin < 1:
             raise ValueError(f"margin = {self.margin}: a share of the baseline's value, above 0 and below 1")
 
 
@@ -94,11 +101,22 @@ class EqualTime:
 
 
 @dataclass(frozen=True)
+class Metric:
+    """What runs are judged by. A run's value is the sum of its items' values / (unit · sum of their weights)."""
+
+    name: str = "bpb"  # as tables and sentences say it
+    unit: float = math.log(2)
+    lower_is_better: bool = True
+    item_word: str = "documents"
+
+
+@dataclass(frozen=True)
 class Arm:
     """One setting under test: a variant and the fields that it sets by dotted name, its declared factors.
 
     steps: point -> number of steps, where this is another complete run of the arm ``of``; empty: as the point says.
     against: the arm that it is compared with at equal time.
+    words: the arm in words, where its fields do not say it.
     """
 
     name: str
@@ -107,6 +125,7 @@ class Arm:
     steps: Mapping[str, int] = field(default_factory=dict[str, int])
     of: str = ""
     against: str = ""
+    words: str = ""
 
     @property
     def is_control(self) -> bool:
@@ -206,12 +225,24 @@ class Experiment:
     levels: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])  # crossed arm -> levels
     equal_time: EqualTime = field(default_factory=EqualTime)
     looks: tuple[int, ...] = ()  # numbers of seeds at which a sequential experiment looks; empty: it is none
+    command: Command | None = None  # of ``engine = "command"``: what is run; None: our own engine
+    metric: Metric = field(default_factory=Metric)
+
+    @property
+    def engine(self) -> str:
+        """Who trains: "xsalab", or "command" for a user's own trainer."""
+        return "command" if self.command else "xsalab"
 
 
 def resolve(experiment: Experiment, cell: Cell) -> RunConfig:
-    """The configuration of one run: the base, then the point's fields, then the arm's."""
+    """The configuration of one run of our own engine: the base, then the point's fields, then the arm's.
+
+    Raises ValueError for a run of another engine, whose configuration nobody here knows.
+    """
+    if experiment.command:
+        raise ValueError(f'{experiment.path}: engine = "command": only the command knows model, data and steps')
     arm = experiment.arms[cell.arm]
-    point = next(point for point in experiment.points if point.name == cell.point)
+    point = point_of(experiment, cell)
     tables = {section: dict(values) for section, values in experiment.base.items()}
     where = f"{experiment.path}: arms.{cell.arm}" if arm.sets else str(experiment.path)
     for name, value in (*point.sets, *arm.sets):
@@ -227,6 +258,11 @@ def resolve(experiment: Experiment, cell: Cell) -> RunConfig:
         train: TrainConfig = built["train"]
         built["train"] = dataclasses.replace(train, tokens=arm.steps[cell.point] * train.batch_tokens)
     return RunConfig(seed=cell.seed, variant=arm.variant, **built)
+
+
+def point_of(experiment: Experiment, cell: Cell) -> Point:
+    """The point of a cell."""
+    return next(point for point in experiment.points if point.name == cell.point)
 
 
 def expand(experiment: Experiment) -> list[Cell]:
@@ -386,7 +422,7 @@ def _trend(experiment: Experiment, pair: str, scale: str, values: Sequence[float
 def scales_of(experiment: Experiment) -> dict[str, list[float]]:
     """Fields with another positive number at each point -> their values. The usual scales first."""
     arm, seed = experiment.baseline, experiment.seeds[0]
-    runs = [dict(flat(dump(resolve(experiment, Cell(point.name, arm, seed))))) for point in experiment.points]
+    runs = [dict(flat(tables_of(experiment, Cell(point.name, arm, seed)))) for point in experiment.points]
     names = [*SCALES, *(name for name in runs[0] if name not in SCALES)]
     found: dict[str, list[float]] = {}
     for name in names:
@@ -438,6 +474,8 @@ def config_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def as_tables(run: RunConfig) -> dict[str, Any]:
-    """The configuration as plain nested tables, as stored with the run."""
-    return dump(run)
+def tables_of(experiment: Experiment, cell: Cell) -> dict[str, Any]:
+    """A run's configuration as plain nested tables, as stored with it, whatever the engine."""
+    if experiment.command:
+        return experiment.command.resolve(experiment, cell).tables()
+    return dump(resolve(experiment, cell))

@@ -19,6 +19,7 @@ from ..config import digest, dump
 from ..data import Corpus, batch_at, prepare
 from ..eval.validation import check_evaluation
 from ..files import make_folder, write_atomic
+from .command_run import CommandTask
 from .design import Cell, Experiment, declared_factors, expand, resolve
 from .plugins import read_plugins
 from .run import Event, RunTask, run_cell
@@ -32,6 +33,9 @@ def begin_experiment(
     store = RunStore.of(experiment, out)
     make_folder(store.folder)
     write_atomic(store.folder / "experiment.toml", experiment.text)
+    if experiment.command:
+        working_folder(experiment)
+        return store, []
     configs = [resolve(experiment, cell) for cell in expand(experiment)]
     needed = {digest([dump(run.data), run.model.vocab_size]): run for run in configs}
     corpora: list[Corpus] = []
@@ -54,10 +58,21 @@ def begin_experiment(
     return store, corpora
 
 
-def tasks(experiment: Experiment, out: Path, trackers: Sequence[str] = ()) -> list[RunTask]:
+def working_folder(experiment: Experiment) -> Path:
+    """Where a command runs: command.folder, beside the TOML. ValueError where there is none."""
+    assert experiment.command is not None, "a command's experiment"
+    folder = (experiment.path.parent / experiment.command.folder).resolve()
+    if not folder.is_dir():
+        raise ValueError(f"{experiment.path}: command.folder = {experiment.command.folder!r}: no folder {folder}")
+    return folder
+
+
+def tasks(experiment: Experiment, out: Path, trackers: Sequence[str] = ()) -> list[RunTask | CommandTask]:
     """A task for each cell, with the partners that it must match."""
     store, plugins = RunStore.of(experiment, out), read_plugins(experiment.path, experiment.plugins)
-    found = []
+    if experiment.command and trackers:
+        raise ValueError(f"--{trackers[0]}: a command logs by its own means; leave it out")
+    found: list[RunTask | CommandTask] = []
     cells = expand(experiment)
     for cell in cells:
         partners = tuple(
@@ -65,6 +80,11 @@ def tasks(experiment: Experiment, out: Path, trackers: Sequence[str] = ()) -> li
             for other in cells
             if other != cell and (other.point, other.seed) == (cell.point, cell.seed)
         )
+        if experiment.command:
+            run = experiment.command.resolve(experiment, cell)
+            where, minutes = working_folder(experiment), experiment.command.minutes
+            found.append(CommandTask(cell, run, store.run(cell).path, where, experiment.path, minutes, partners))
+            continue
         found.append(
             RunTask(cell, resolve(experiment, cell), store.run(cell).path, out, plugins, partners, tuple(trackers))
         )
@@ -79,7 +99,7 @@ def default_jobs(threads: int, pending: int) -> int:
     return max(1, min(cores // threads, pending))
 
 
-def run_tasks(pending: Sequence[RunTask], jobs: int, event: Event) -> dict[Cell, str]:
+def run_tasks(pending: Sequence[RunTask | CommandTask], jobs: int, event: Event) -> dict[Cell, str]:
     """Carries out tasks, ``jobs`` at a time; returns the state of each.
 
     The first mistake of a user (ValueError) stops the rest; what runs is left resumable. One job runs in
@@ -99,14 +119,15 @@ def run_tasks(pending: Sequence[RunTask], jobs: int, event: Event) -> dict[Cell,
     for _ in range(jobs):
         inbox.put(None)
     saved = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(pending[0].config.train.threads)
+    if isinstance(pending[0], RunTask):  # a command has its threads from the user
+        os.environ["OMP_NUM_THREADS"] = str(pending[0].threads)
     workers = [context.Process(target=_worker, args=(inbox, outbox, i), daemon=True) for i in range(jobs)]
     try:
         for worker in workers:
             worker.start()
     finally:
         if saved is None:
-            del os.environ["OMP_NUM_THREADS"]
+            os.environ.pop("OMP_NUM_THREADS", None)
         else:
             os.environ["OMP_NUM_THREADS"] = saved
     try:

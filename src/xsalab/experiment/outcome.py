@@ -29,6 +29,7 @@ from ..stats import (
 from ..stats.looks import Looks, look_levels
 from ..stats.paired import LEAST_SEEDS
 from .analyses import dose_responses, equal_times, estimate_row, remembered_scores
+from .command import unchecked
 from .design import Arm, Cell, Combination, Contrast, Experiment, combinations, contrasts, expand, resolve
 from .pairing import PairSet, Scores, pairs, twin_agrees
 from .store import RunFolder, RunStore
@@ -40,6 +41,8 @@ OPTIMIZERS = {"hybrid": "Muon + AdamW", "muon": "plain Muon + AdamW", "adamw": "
 
 def describe_arm(arm: Arm) -> str:
     """An arm in words: "xsa (alpha = 1, all layers)"."""
+    if arm.words:
+        return arm.words
     parts = [f"{'α' if name == 'alpha' else name} = {_plain(value)}" for name, value in arm.variant.options.items()]
     if arm.variant.name != "standard":
         parts.append(f"{arm.variant.layers} layers" if arm.variant.layers == "all" else f"layers {arm.variant.layers}")
@@ -74,6 +77,9 @@ def outcome(experiment: Experiment, store: RunStore) -> dict[str, Any]:
     content: dict[str, Any] = {
         "format": FORMAT,
         "name": experiment.name,
+        "engine": experiment.engine,
+        "metric": experiment.metric.name,
+        "lower_is_better": experiment.metric.lower_is_better,
         "baseline": experiment.baseline,
         "arms": {name: describe_arm(arm) for name, arm in experiment.arms.items()},
         "points": [point.name for point in experiment.points],
@@ -83,11 +89,13 @@ def outcome(experiment: Experiment, store: RunStore) -> dict[str, Any]:
         "confidence": confidence,
         "sequential": _sequential(experiment, levels),
         "factors": [vars(factor) for factor in experiment.factors],
+        "crossed": {arm: list(levels) for arm, levels in experiment.levels.items()},
         "complete": all(run["state"] in ("finished", "diverged") for run in runs),
         "levels": _levels(runs),
         "contrasts": rows[: len(two_arms)],
         "combinations": rows[len(two_arms) :],
-        "doses": dose_responses(experiment, store, scores),
+        # the curve's minimum is what is looked for, so a metric whose maximum is best has no curve
+        "doses": dose_responses(experiment, store, scores) if experiment.metric.lower_is_better else [],
         "equal_time": equal_times(experiment, store, costs, scores),
         "twin": twin_agrees(experiment, store) if "twin" in experiment.arms else None,
         "costs": costs,
@@ -97,11 +105,14 @@ def outcome(experiment: Experiment, store: RunStore) -> dict[str, Any]:
         ],
         "environments": _environments(store, cells),
         "corpora": _corpora(store),
+        "unchecked": unchecked(experiment),
         "toml": experiment.text,
     }
+    shares = all(level["mean"] > 0 for level in content["levels"])
     for row, pair in zip(rows, found, strict=True):
-        if isinstance(pair.contrast, Combination) and pair.contrast.kind == "trend" and pair.table is not None:
-            row["relative_trend"] = _relative_trend(experiment, store, pair.contrast, content["levels"], scores)
+        trend = pair.contrast
+        if isinstance(trend, Combination) and trend.kind == "trend" and pair.table is not None and shares:
+            row["relative_trend"] = _relative_trend(experiment, store, trend, content["levels"], scores)
     content["headline"] = headline(content)
     content["warnings"] = _warnings(content)
     return content
@@ -144,6 +155,8 @@ def _contrast(
     row: dict[str, Any] = {
         **vars(contrast),
         "name": contrast.name,
+        "metric": experiment.metric.name,
+        "lower_is_better": experiment.metric.lower_is_better,
         "terms": [vars(term) for term in contrast.terms],
         "seeds": list(pair.seeds),
         "unfinished": list(pair.unfinished),
@@ -161,12 +174,13 @@ def _contrast(
     lost = len(pair.diverged_treatment), len(pair.seeds) + len(pair.diverged_treatment)
     verdict: Verdict | None = None
     if estimate is not None and table is not None:
-        margin = experiment.primary.margin * estimate.baseline_mean
+        margin = _margin(experiment, estimate)
         level, one_sided = (levels.two_sided, levels.one_sided) if levels else (0.05, 0.05)
         if not outside:
             verdict = decide(
                 estimate,
                 margin=margin,
+                lower_is_better=experiment.metric.lower_is_better,
                 estimate90=mean_difference(table, confidence=1 - 2 * one_sided),
                 adjusted_p=adjusted,
                 diverged=lost,
@@ -196,9 +210,21 @@ def _contrast(
     row["exploratory"] = outside
     if verdict is not None:
         row["verdict"] = {**vars(verdict), "text": str(verdict)}
-        metric = "bpb for each doubling" if contrast.kind == "trend" else "bpb"
+        metric = experiment.metric.name + (" for each doubling" if contrast.kind == "trend" else "")
         row["sentence"] = sentence(*sides, estimate, verdict, metric=metric)
     return row
+
+
+def _margin(experiment: Experiment, estimate: Estimate) -> float:
+    """In units of the metric. ValueError for a share of nothing."""
+    primary = experiment.primary
+    margin = primary.margin if primary.absolute else primary.margin * abs(estimate.baseline_mean)
+    if not margin > 0:
+        raise ValueError(
+            f"{experiment.path}: primary.margin = {primary.margin}: a share of the baseline's {primary.metric}, which "
+            f"is 0; give the margin in units of {primary.metric}, primary = {{ ..., margin = 0.01, absolute = true }}"
+        )
+    return margin
 
 
 def _relative_trend(
@@ -223,6 +249,8 @@ def _relative_trend(
 
 def _under(experiment: Experiment, contrast: Contrast) -> str:
     """The baseline in words, with the optimizer where both arms have the same: "standard under Muon + AdamW"."""
+    if experiment.command:
+        return contrast.baseline
     kinds = {
         resolve(experiment, Cell(contrast.point, arm, experiment.seeds[0])).optim.kind
         for arm in (contrast.treatment, contrast.baseline)
@@ -240,8 +268,9 @@ def _over_documents(table: PairTable) -> dict[str, float | None] | None:
 
 def _run(store: RunStore, cell: Cell) -> dict[str, Any]:
     status = store.run(cell).status
-    kept = ("state", "step", "steps", "val_bpb", "seconds", "message", "resumes")
-    return {**vars(cell), "name": cell.name, **{key: status[key] for key in kept if key in status}}
+    kept = ("state", "step", "steps", "val_bpb", "value", "seconds", "message", "note", "resumes")
+    found = {"value": status["val_bpb"]} if "val_bpb" in status else {}
+    return {**vars(cell), "name": cell.name, **found, **{key: status[key] for key in kept if key in status}}
 
 
 def _levels(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -249,7 +278,7 @@ def _levels(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found: dict[tuple[str, str], list[float]] = {}
     for run in runs:
         if run["state"] == "finished":
-            found.setdefault((run["point"], run["arm"]), []).append(run["val_bpb"])
+            found.setdefault((run["point"], run["arm"]), []).append(run["value"])
     return [
         {
             "point": point,
@@ -363,6 +392,9 @@ def _warnings(content: Mapping[str, Any]) -> list[str]:
         )
     if len(content["environments"]) > 1:
         found.append("the runs were made on different machines or software: no claim is made about time")
+    for run in content["runs"]:
+        if "note" in run:
+            found.append(f"{run['name']}: {run['note']}")
     if content["costs"].get("busy"):
         share = 100 * content["costs"]["others"]
         found.append(f"step times were taken while other work held {share:.0f} % of the machine: do not rely on them")

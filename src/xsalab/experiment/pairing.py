@@ -5,9 +5,8 @@ Two runs are a pair when everything that a fingerprint holds agrees, but for the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,10 @@ from .design import (
     Combination,
     Contrast,
     Experiment,
-    as_tables,
+    Metric,
     config_differences,
     declared_factors,
-    resolve,
+    tables_of,
     undeclared,
 )
 from .store import RunFolder, RunStore
@@ -113,6 +112,7 @@ class Joined:
     unit: float
     states: Mapping[int, tuple[str, ...]]
     differs: Mapping[str, tuple[Any, Any]]
+    metric: Metric = field(default_factory=Metric)
 
 
 def join(
@@ -137,34 +137,39 @@ def join(
         states[seed] = tuple(run.state for run in runs)
         for run, cell, state in zip(runs, of_seed, states[seed], strict=True):
             if state in ("finished", "diverged"):
-                check_run(run, as_tables(resolve(experiment, cell)))
+                check_run(run, tables_of(experiment, cell))
                 check_code(run, code)
         if set(states[seed]) == {"finished"}:
             for cell, run in zip(of_seed[:-1], runs[:-1], strict=True):
                 differs |= check_pair(run, runs[-1], _factors_between(experiment, cell, of_seed[-1]))
             rows[seed] = [scores(run) for run in runs]
+    metric = experiment.metric
     if not rows:
-        return Joined((), (), np.empty((len(cells), 0, 0)), np.empty(0), math.log(2), states, differs)
+        return Joined((), (), np.empty((len(cells), 0, 0)), np.empty(0), metric.unit, states, differs, metric)
     first = next(iter(rows.values()))
     expected = [{item: weight for item, (_, weight) in found.items()} for found in first]
     for seed, of_seed in rows.items():
         for (_, arm), weights, found in zip(cells, expected, of_seed, strict=True):
             if {item: weight for item, (_, weight) in found.items()} != weights:
-                raise ValueError(f"{arm}, seed {seed}: scored on other documents than the rest of its contrast")
+                raise ValueError(
+                    f"{arm}, seed {seed}: scored on other {metric.item_word} than the rest of its contrast"
+                )
     if all(weights == expected[0] for weights in expected):
         items = list(expected[0])
         values = [[[found[item][0] for item in items] for found in of_seed] for of_seed in rows.values()]
-        weights, unit = np.array([expected[0][item] for item in items]), math.log(2)
+        weights, unit = np.array([expected[0][item] for item in items]), metric.unit
     elif len({point for point, _ in cells}) == 1:
-        raise ValueError(f"{' and '.join(arm for _, arm in cells)}: scored on different documents")
+        raise ValueError(f"{' and '.join(arm for _, arm in cells)}: scored on different {metric.item_word}")
     else:
-        items, weights, unit = ["all documents"], np.ones(1), 1.0
-        values = [[[_bits_per_byte(found)] for found in of_seed] for of_seed in rows.values()]
-    return Joined(tuple(rows), tuple(items), np.array(values).transpose(1, 0, 2), weights, unit, states, differs)
+        items, weights, unit = [f"all {metric.item_word}"], np.ones(1), 1.0
+        values = [[[_of_run(found, metric)] for found in of_seed] for of_seed in rows.values()]
+    table = np.array(values).transpose(1, 0, 2)
+    return Joined(tuple(rows), tuple(items), table, weights, unit, states, differs, metric)
 
 
-def _bits_per_byte(scores: Scores) -> float:
-    return sum(value for value, _ in scores.values()) / sum(weight for _, weight in scores.values()) / math.log(2)
+def _of_run(scores: Scores, metric: Metric) -> float:
+    """The metric of one run."""
+    return sum(value for value, _ in scores.values()) / sum(weight for _, weight in scores.values()) / metric.unit
 
 
 def pairs(
@@ -215,7 +220,7 @@ def weighted_sum(joined: Joined, weights: Sequence[float]) -> PairTable:
         treatment = baseline + np.tensordot(signs, joined.values, 1)
     return PairTable(
         seeds=joined.seeds, items=joined.items, treatment=treatment, baseline=baseline,
-        weights=joined.weights, metric="val_bpb", unit=joined.unit,
+        weights=joined.weights, metric=joined.metric.name, unit=joined.unit, item_word=joined.metric.item_word,
     )  # fmt: skip
 
 
@@ -237,11 +242,16 @@ def check_run(run: RunFolder, expected: Mapping[str, Any]) -> None:
 
 
 def check_code(run: RunFolder, code: dict[str, str]) -> None:
-    """ValueError where a plugin's text is not that of the runs before, which ``code`` collects by file name."""
-    for name, text in run.read("fingerprint")["plugins"].items():
+    """ValueError where a plugin's text is not that of the runs before, which ``code`` collects by file name.
+
+    Of a command, the files that it names.
+    """
+    content = run.read("fingerprint")
+    kind = "file" if "command" in content["config"] else "plugin"
+    for name, text in content["plugins"].items():
         if code.setdefault(name, text) != text:
             raise ValueError(
-                f"{run.path}: trained with another text of plugin {name} (SHA-256 {text} against {code[name]}). "
+                f"{run.path}: trained with another text of {kind} {name} (SHA-256 {text} against {code[name]}). "
                 "Delete the older runs' folders and run them again"
             )
 
@@ -271,4 +281,6 @@ def twin_agrees(experiment: Experiment, store: RunStore) -> bool | None:
         return [{k: v for k, v in row.items() if not k.endswith("seconds")} for row in run.metrics()]
 
     same_weights = first.status["weights"] == second.status["weights"]
+    if experiment.command:  # its digest is over the metric's series and the scores; other metrics may tell the time
+        return same_weights
     return same_weights and numbers(first) == numbers(second) and first.scores() == second.scores()

@@ -11,6 +11,15 @@ from typing import Any, cast
 from ..config import build, flat, read_toml, unknown_field
 from ..model import ModelConfig, VariantChoice
 from ..model.variant import build_variant, check_choice
+from .command import (
+    Command,
+    check_command,
+    command_arm,
+    command_controls,
+    command_crossing,
+    command_point,
+    read_command,
+)
 from .design import (
     CONTROLS,
     SECTIONS,
@@ -18,6 +27,7 @@ from .design import (
     Controls,
     EqualTime,
     Experiment,
+    Metric,
     Point,
     Primary,
     RunConfig,
@@ -29,7 +39,8 @@ from .factors import Crossing, cross
 
 LEAST_ROWS = 4  # of a batch, for the null control to have an order to change
 TOP_LEVEL = (
-    "name", "seeds", "baseline", "primary", "controls", "equal_time", "points", "arms", "factors", "plugins", *SECTIONS,
+    "name", "engine", "seeds", "baseline", "primary", "controls", "equal_time", "points", "arms", "factors", "plugins",
+    *SECTIONS,
 )  # fmt: skip
 RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 
@@ -41,24 +52,25 @@ def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool =
     ``known_variants`` be False (status and report run no code of others).
     """
     tables = read_toml(path, sets)
-    if unknown := [key for key in tables if key not in TOP_LEVEL]:
+    command = read_command(tables, path)
+    if unknown := [key for key in tables if not command and key not in TOP_LEVEL]:
         raise ValueError("\n".join(f"{path}: {unknown_field(key, tables[key], TOP_LEVEL)}" for key in unknown))
     name = check_name(tables.get("name", path.stem), f"{path}: name")
     seeds = _seeds(tables.get("seeds", [0, 1, 2, 3]), path)
     given = tables.get("points", [{"name": "base"}])
     if not isinstance(given, list) or not given:
         raise ValueError(f"{path}: points = {given!r}: write each point as a table of its own, [[points]]")
-    points = tuple(_point(value, path) for value in cast(list[Any], given))
+    points = tuple(_point(value, path, command) for value in cast(list[Any], given))
     if len({point.name.lower() for point in points}) < len(points):
         raise ValueError(f"{path}: points: two have the same name")
     written = _table(tables, "arms", path)
     if strange := [arm for arm in written if arm not in _table(read_toml(path), "arms", path)]:
         known = ", ".join(arm for arm in written if arm not in strange) or "none"
         raise ValueError(f"--set arms.{strange[0]}: no such arm in {path}; arms: {known}")
-    crossing = _crossing(tables, points, path)
+    crossing = _crossing(tables, points, path, command)
     if twice := [arm for arm in crossing.arms if arm in written]:
         raise ValueError(f"{path}: arms.{twice[0]}: [factors] makes an arm of this name; rename one of them")
-    arms = {key: _arm(key, value, path) for key, value in {**written, **crossing.arms}.items()}
+    arms = {key: _arm(key, value, path, command) for key, value in {**written, **crossing.arms}.items()}
     if not arms:
         raise ValueError(f'{path}: no arms; write at least [arms.standard] with variant = "standard"')
     lower = [arm.lower() for arm in arms]  # folders of runs: names that differ in case alone are one on some systems
@@ -70,9 +82,13 @@ def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool =
     baseline = tables.get("baseline", next(iter(arms)))
     if not isinstance(baseline, str) or baseline not in arms:
         raise ValueError(f"{path}: baseline = {baseline!r} is not an arm; arms: {', '.join(arms)}")
-    controls = build(Controls, _table(tables, "controls", path), f"{path}: controls")
-    arms |= _control_arms(controls, arms[baseline])
-    primary = build(Primary, _table(tables, "primary", path), f"{path}: primary")
+    if command:
+        controls, further = command_controls(_table(tables, "controls", path), arms[baseline], f"{path}: controls")
+    else:
+        controls = build(Controls, _table(tables, "controls", path), f"{path}: controls")
+        further = _control_arms(controls, arms[baseline])
+    arms |= further
+    primary = _primary(tables, path, command)
     plugins = tables.get("plugins", [])
     if not isinstance(plugins, list) or not all(isinstance(plugin, str) for plugin in cast(list[Any], plugins)):
         raise ValueError(f"{path}: plugins = {plugins!r}: a list of Python files")
@@ -81,9 +97,14 @@ def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool =
         {section: _table(tables, section, path) for section in SECTIONS},
         points, arms, tuple(cast(list[str], plugins)), path, _with_sets(path.read_text(encoding="utf-8"), sets),
         crossing.factors, crossing.levels, build(EqualTime, _table(tables, "equal_time", path), f"{path}: equal_time"),
+        command=command, metric=command.metric_of(primary.metric) if command else Metric(),
     )  # fmt: skip
     if experiment.equal_time.rerun and not controls.timing:
         raise ValueError(f"{path}: equal_time.rerun = true needs the step times: set controls.timing = true")
+    if command:
+        check_command(experiment)
+        check_declared(experiment)
+        return experiment
     check_declared(experiment)
     for cell in expand(experiment):
         if cell.seed == seeds[0]:
@@ -94,8 +115,25 @@ def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool =
     return experiment
 
 
-def _crossing(tables: Mapping[str, Any], points: Sequence[Point], path: Path) -> Crossing:
+def _primary(tables: Mapping[str, Any], path: Path, command: Command | None) -> Primary:
+    """``primary``. Our own engine has one metric, which is never 0; of a command the metric must be named."""
+    table = _table(tables, "primary", path)
+    primary = build(Primary, table, f"{path}: primary")
+    if command and "metric" not in table:
+        raise ValueError(
+            f'{path}: primary.metric is missing: name the metric that decides, primary = {{ metric = "…" }}'
+        )
+    if not command and primary.metric != "val_bpb":
+        raise ValueError(f"{path}: primary: metric = {primary.metric!r}: use 'val_bpb'")
+    if not command and primary.absolute:
+        raise ValueError(f'{path}: primary: absolute = true: for engine = "command" alone; give a share of the bpb')
+    return primary
+
+
+def _crossing(tables: Mapping[str, Any], points: Sequence[Point], path: Path, command: Command | None) -> Crossing:
     """The arms of [factors]. The depth that a layer study needs is the model's, or that of all points."""
+    if command:
+        return command_crossing(_table(tables, "factors", path), f"{path}: factors")
     model = build(ModelConfig, _table(tables, "model", path), f"{path}: model")
     depths = {dict(point.sets).get("model.depth", model.depth) for point in points}
     depth = depths.pop() if len(depths) == 1 else None
@@ -153,11 +191,13 @@ def _table(tables: Mapping[str, Any], key: str, path: Path) -> dict[str, Any]:
     return cast(dict[str, Any], value)
 
 
-def _arm(name: str, table: Any, path: Path) -> Arm:
+def _arm(name: str, table: Any, path: Path, command: Command | None) -> Arm:
     where = f"{path}: arms.{name}"
     check_name(name, f"{path}: arm name")
     if not isinstance(table, dict):
         raise ValueError(f"{where} = {table!r}: must be a table, [arms.{name}]")
+    if command:
+        return command_arm(name, cast(dict[str, Any], table), where)
     sets: list[tuple[str, Any]] = []
     options: dict[str, Any] = {}
     values = cast(dict[str, Any], table)
@@ -193,11 +233,14 @@ def _control_arms(controls: Controls, baseline: Arm) -> dict[str, Arm]:
     return found
 
 
-def _point(table: Any, path: Path) -> Point:
+def _point(table: Any, path: Path, command: Command | None) -> Point:
     if not isinstance(table, dict) or "name" not in table:
         raise ValueError(f"{path}: points: {table!r}: each [[points]] needs a name, and the fields that it sets")
     values = cast(dict[str, Any], table)
     name = check_name(values["name"], f"{path}: points.name")
+    if command:
+        others = {key: value for key, value in values.items() if key != "name"}
+        return command_point(name, others, f"{path}: points: {name}")
     model = {item.name for item in dataclasses.fields(ModelConfig)}
     sets: list[tuple[str, Any]] = []
     for key, value in values.items():

@@ -29,6 +29,7 @@ from ..model.variant import VARIANTS
 from ..train import Diverged, Hook, StepMetrics, TrainState, train
 from ..train.checkpoint import load_checkpoint, load_model, model_tensors, save_checkpoint, save_tensors
 from .building import batches, build_state, derived, open_corpus
+from .command_run import CommandTask, run_command
 from .design import Cell, RunConfig, config_differences
 from .fingerprint import fingerprint, state_digest
 from .pairing import describe, mismatch
@@ -51,6 +52,21 @@ class RunTask:
     plugins: tuple[tuple[str, str], ...] = ()  # (name, text) of the variants' files
     partners: tuple[tuple[Path, tuple[str, ...]], ...] = ()  # runs of this point and seed, and the declared factors
     trackers: tuple[str, ...] = ()
+
+    @property
+    def threads(self) -> int:
+        """Of the processor, that the run computes with."""
+        return self.config.train.threads
+
+    @property
+    def steps(self) -> int:
+        """That the run takes."""
+        return self.config.train.steps
+
+    @property
+    def compiled(self) -> bool:
+        """Whether its model is to be compiled."""
+        return self.config.train.compile
 
 
 class _Checkpoints(Hook):
@@ -109,12 +125,15 @@ class _Report(Hook):
             self.event(self.cell, {"kind": "step", "step": state.step, "steps": self.steps, "loss": metrics.loss})
 
 
-def run_cell(task: RunTask, event: Event = lambda cell, content: None) -> str:
+def run_cell(task: RunTask | CommandTask, event: Event = lambda cell, content: None) -> str:
     """Carries out one cell, or continues it; returns its state: "finished" or "diverged".
 
     Raises ValueError where the folder holds a run of another configuration, the partner of this point and
     seed does not match, or the variant looks at future tokens; nothing is trained then.
+    A user's own trainer: ``run_command``.
     """
+    if isinstance(task, CommandTask):
+        return run_command(task, event)
     config, folder = task.config, RunFolder(task.folder)
     make_folder(folder.path)
     with folder_lock(folder.path, "run", LOCK_WAIT):
@@ -262,6 +281,10 @@ def load_run(folder: Path) -> tuple[GPT, Corpus, RunConfig]:
     if not stored or len(folder.resolve().parents) < 4:
         raise ValueError(
             f"{folder}: no run here (config.json is missing); give a folder under out/experiments/NAME/runs"
+        )
+    if "command" in stored["config"]:
+        raise ValueError(
+            f"{folder}: a command's run: what it trained is in {folder / 'out'}, in the command's own form"
         )
     weights = folder / "model.safetensors"
     if not weights.is_file():

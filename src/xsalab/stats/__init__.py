@@ -13,6 +13,10 @@ from .dose import DoseResponse as DoseResponse
 from .dose import DoseTable as DoseTable
 from .dose import Minimum as Minimum
 from .dose import dose_response as dose_response
+from .looks import LOOKS as LOOKS
+from .looks import Looks as Looks
+from .looks import look_levels as look_levels
+from .looks import looks_up_to as looks_up_to
 from .paired import Correlation as Correlation
 from .paired import Estimate as Estimate
 from .paired import PairTable as PairTable

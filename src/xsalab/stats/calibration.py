@@ -1,9 +1,10 @@
 """The verdicts tested on experiments whose truth is known: how often are they wrong?
 
 Two kinds of setting. `Simulated` draws crossed seeds × documents with log-normal lengths, correlated partners and runs
-with normal, heavy-tailed or spiking effects. `Resampled` (plasmode) draws seeds and documents with replacement from a
-bank of real runs: under the null each pair's labels are swapped by a coin, so that the truth is exactly 0; planted
-effects have the real document profile of a real effect; a contrast of the bank itself has the bank's own Δ as truth.
+with normal, heavy-tailed or spiking effects. Plasmode settings draw seeds and documents from a bank of real runs.
+`Resampled`: under the null each pair's labels are swapped by a coin, so that the truth is exactly 0 and no run needs to
+come twice; planted effects have the document profile of a real effect. `BankContrast`: a real effect, seeds and
+documents with replacement; the bank's own Δ is the truth.
 
 `tally` passes every experiment through the functions that make real verdicts and counts errors; `judge` compares the
 counts with a simultaneous binomial band: over all M judged rows at once a method that errs at its nominal rate is
@@ -12,6 +13,7 @@ called a failure with probability 5 % at most (exact binomial tails, 0.05/M a ro
     two-sided   the rate may lie neither above nor below the band: the primary t interval where its assumption, normal
                 effects of seeds, holds about
     one-sided   the rate may not lie above the band: everything else, which may err less than it says
+    counted     the positive control: found in at least 95 % of the experiments, no band
     shown       measured, printed, not judged: skewed worlds in which no interval from 3 to 12 seeds can be right
 """
 
@@ -19,17 +21,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
-from scipy import stats  # pyright: ignore[reportMissingTypeStubs]
+from scipy import special, stats  # pyright: ignore[reportMissingTypeStubs]
 
 from .decide import decide, holm
 from .looks import LOOKS, look_levels
-from .paired import Estimate, Floats, PairTable, document_interval, mean_difference, seed_interval, sign_flip
+from .paired import (
+    Estimate,
+    Floats,
+    PairTable,
+    document_interval,
+    mean_difference,
+    seed_interval,
+    sign_flip,
+    t_quantile,
+)
 
 _stats: Any = stats  # scipy comes without types
 _LN2 = math.log(2)
@@ -38,6 +49,7 @@ SEEDS = (3, 4, 6, 8, 12)
 FAMILY = 3  # contrasts against one baseline, for Holm's error
 NOMINAL = 0.05
 MARGIN = 8.0  # standard errors at 12 seeds: so wide that only the true difference decides about `equivalent`
+PLANNED = 4  # seeds at which the positive control must be found
 FLIPS_FROM = 6  # seeds from which the sign-flip test can reach 5 %
 RESAMPLES = 999
 
@@ -169,9 +181,10 @@ SIMULATED = tuple(
 
 @dataclass(frozen=True, eq=False)
 class Resampled:
-    """Experiments from one point of a bank: (S, D) nats of its finished runs, seeds and documents with replacement.
+    """Experiments from one point of a bank: (S, D) nats of its finished runs, S ≥ 12.
 
-    null: baseline against its null control, labels swapped by a coin for each pair. planted: the same with
+    Seeds are drawn without, documents with replacement. null: baseline against its null control, labels swapped by a
+    coin for each pair, for each contrast of a family anew. planted: the same with
     ``profile``, (D,) nats, added to the treatment, scaled to MARGIN standard errors of the null at 12 seeds.
     """
 
@@ -203,7 +216,7 @@ class Resampled:
         names = tuple(f"document {d}" for d in range(len(size)))
         null: list[PairTable] = []
         for _ in range(FAMILY):
-            seeds = rng.integers(len(self.baseline), size=SEEDS[-1])
+            seeds = rng.permutation(len(self.baseline))[: SEEDS[-1]]
             swap = rng.random((SEEDS[-1], 1)) < 0.5
             a, b = self.baseline[np.ix_(seeds, documents)], self.null[np.ix_(seeds, documents)]
             null.append(_table(names, np.where(swap, b, a), np.where(swap, a, b), size))
@@ -258,11 +271,6 @@ def tally(setting: Setting, experiments: int, rng: np.random.Generator) -> Count
     return errors
 
 
-def counted(setting: Setting) -> tuple[Key, ...]:
-    """Everything that `tally` counts in this setting."""
-    return tuple(_errors(setting.draw(np.random.default_rng(0))))
-
-
 def _errors(draw: Draw) -> dict[Key, bool]:
     """What went wrong in one experiment, after each number of seeds and over all looks."""
     found: dict[Key, bool] = {}
@@ -282,29 +290,29 @@ def _errors(draw: Draw) -> dict[Key, bool]:
 def _planted_errors(found: dict[Key, bool], pairs: PairTable, seeds: int, margin: float) -> None:
     """`equivalent`, alone or as "below the margin", where the truth is the margin."""
 
-    def inside(**levels: float) -> bool:
-        level, equivalence = levels.get("level", NOMINAL), levels.get("equivalence_level", NOMINAL)
-        wide, narrow = (mean_difference(pairs, confidence=c) for c in (1 - level, 1 - 2 * equivalence))
-        verdict = decide(wide, margin=margin, estimate90=narrow, **levels)
+    def inside(level: float = NOMINAL, equivalence_level: float = NOMINAL) -> bool:
+        wide, narrow = (mean_difference(pairs, confidence=c) for c in (1 - level, 1 - 2 * equivalence_level))
+        verdict = decide(wide, margin=margin, estimate90=narrow, level=level, equivalence_level=equivalence_level)
         return verdict.word == "equivalent" or verdict.below_margin
 
     found[EQUIVALENT, seeds] = inside()
     if seeds in LOOKS:
         looks = look_levels(LOOKS)
         before = found.get((LOOKS_EQUIVALENT, LOOKS[-1]), False)
-        found[LOOKS_EQUIVALENT, LOOKS[-1]] = before or inside(level=looks.two_sided, equivalence_level=looks.one_sided)
+        found[LOOKS_EQUIVALENT, LOOKS[-1]] = before or inside(looks.two_sided, looks.one_sided)
 
 
 def _null_errors(found: dict[Key, bool], family: Sequence[PairTable], seeds: int, margin: float) -> None:
     """`better` or `worse` where the truth is 0: of one contrast, of any in a family after Holm, at any look."""
 
-    def claims(estimate: Estimate, **more: float) -> bool:
-        return decide(estimate, margin=margin, estimate90=None, **more).word in ("better", "worse")
+    def claims(estimate: Estimate, adjusted_p: float | None = None, level: float = NOMINAL) -> bool:
+        verdict = decide(estimate, margin=margin, estimate90=None, adjusted_p=adjusted_p, level=level)
+        return verdict.word in ("better", "worse")
 
     estimates = [mean_difference(pairs) for pairs in family]
     adjusted = holm([1.0 if estimate.p is None else estimate.p for estimate in estimates])
     found[NULL, seeds] = claims(estimates[0])
-    found[HOLM, seeds] = any(claims(e, adjusted_p=float(p)) for e, p in zip(estimates, adjusted, strict=True))
+    found[HOLM, seeds] = any(claims(e, float(p)) for e, p in zip(estimates, adjusted, strict=True))
     if seeds in LOOKS:
         level = look_levels(LOOKS).two_sided
         before = found.get((LOOKS_NULL, LOOKS[-1]), False)
@@ -317,12 +325,12 @@ def _limits(estimate: Estimate) -> Interval:
     return estimate.low, estimate.high
 
 
-def missed_control(setting: BankContrast, seeds: int, experiments: int, rng: np.random.Generator) -> int:
-    """In how many experiments of ``seeds`` seeds a change known to hurt is not found `worse`."""
-    missed = 0
+def tally_control(setting: Setting, experiments: int, rng: np.random.Generator) -> Counter[Key]:
+    """In how many experiments of PLANNED seeds a change known to hurt is not found `worse`."""
+    missed: Counter[Key] = Counter()
     for _ in range(experiments):
-        estimate = mean_difference(first_seeds(setting.draw(rng).planted, seeds))
-        missed += decide(estimate, margin=1.0, estimate90=None).word != "worse"
+        estimate = mean_difference(first_seeds(setting.draw(rng).planted, PLANNED))
+        missed[MISSED, PLANNED] += decide(estimate, margin=1.0, estimate90=None).word != "worse"
     return missed
 
 
@@ -331,7 +339,10 @@ def missed_control(setting: BankContrast, seeds: int, experiments: int, rng: np.
 
 @dataclass(frozen=True)
 class Row:
-    """errors of experiments where ``nominal`` of them are allowed; the band is in numbers of errors, None where open."""
+    """errors of experiments, of which a share ``nominal`` is allowed.
+
+    least, most: the numbers of errors that pass; None where there is no such end.
+    """
 
     setting: str
     documents: int
@@ -354,21 +365,24 @@ class Row:
         return (self.least is None or self.errors >= self.least) and (self.most is None or self.errors <= self.most)
 
 
-def rows(setting: Setting, errors: Mapping[Key, int], keys: Iterable[Key], experiments: int) -> list[Row]:
-    """The counts of a setting with the rule that each is judged by; `judge` adds the bands."""
+def rows(setting: Setting, errors: Mapping[Key, int], experiments: int) -> list[Row]:
+    """What `tally` counted in a setting, with the rule that each is judged by; `judge` adds the bands."""
     found: list[Row] = []
-    for what, seeds in keys:
+    for what, seeds in _errors(setting.draw(np.random.default_rng(0))):
         rule = setting.rule
         if rule == "two-sided" and what not in (COVERAGE, NULL):
             rule = "one-sided"
-        found.append(Row(setting.name, setting.documents, seeds, what, errors[what, seeds], experiments, NOMINAL, rule))
+        found.append(
+            Row(setting.name, setting.documents, seeds, what, errors.get((what, seeds), 0), experiments, NOMINAL, rule)
+        )
     return found
 
 
-def control_row(setting: Setting, missed: int, seeds: int, experiments: int) -> Row:
+def control_row(setting: Setting, missed: Mapping[Key, int], experiments: int) -> Row:
     """The positive control must be found in 95 % of the experiments, as counted: no band is granted."""
     most = int(NOMINAL * experiments)
-    return Row(setting.name, setting.documents, seeds, MISSED, missed, experiments, NOMINAL, "counted", most=most)
+    errors = missed.get((MISSED, PLANNED), 0)
+    return Row(setting.name, setting.documents, PLANNED, MISSED, errors, experiments, NOMINAL, "counted", most=most)
 
 
 def judge(rows: Sequence[Row]) -> list[Row]:
@@ -388,61 +402,76 @@ def judge(rows: Sequence[Row]) -> list[Row]:
 # --- methods that are not used ----------------------------------------------------------------------------------------
 
 
-def _bootstrap(method: str) -> Callable[[PairTable, np.random.Generator], Interval]:
-    def interval(pairs: PairTable, rng: np.random.Generator) -> Interval:
-        differences = pairs.differences
-        if float(np.ptp(differences)) <= pairs.rounding:  # one seed drawn each time: nothing to resample
-            return float(differences[0]), float(differences[0])
-        found = _stats.bootstrap(
-            (differences,), np.mean, n_resamples=RESAMPLES, method=method, vectorized=True, random_state=rng
-        ).confidence_interval
-        return float(found.low), float(found.high)
-
-    return interval
+@lru_cache(maxsize=16)
+def _resamples(n: int) -> Floats:
+    """(RESAMPLES, n): how often each of n things is drawn, n times with replacement. The same for all experiments."""
+    return np.random.default_rng(n).multinomial(n, np.full(n, 1 / n), RESAMPLES).astype(np.float64)
 
 
-def _pigeonhole(pairs: PairTable, rng: np.random.Generator) -> Interval:
-    """Seeds and documents resampled apart, Δ formed anew each time (Owen 2007); percentiles."""
+def percentile_bootstrap(pairs: PairTable) -> Interval:
+    """Seeds resampled: the middle 95 % of the means."""
+    return _quantiles(_bootstrap_means(pairs), 0.025, 0.975)
+
+
+def bca_bootstrap(pairs: PairTable) -> Interval:
+    """Seeds resampled: percentiles corrected for bias and acceleration (Efron 1987)."""
+    differences, means = pairs.differences, _bootstrap_means(pairs)
+    if float(np.ptp(differences)) <= pairs.rounding:
+        return _quantiles(means, 0.025, 0.975)
+    mean = float(differences.mean())
+    below = (float((means < mean).mean()) + float((means <= mean).mean())) / 2
+    bias = float(special.ndtri(below))
+    pull = differences - mean  # the jackknife's, up to a factor that cancels
+    acceleration = float((pull**3).sum()) / (6 * float((pull**2).sum()) ** 1.5)
+    ends = (float(special.ndtri(tail)) + bias for tail in (0.025, 0.975))
+    low, high = (float(special.ndtr(bias + end / (1 - acceleration * end))) for end in ends)
+    return _quantiles(means, low, high)
+
+
+def pigeonhole_bootstrap(pairs: PairTable) -> Interval:
+    """Seeds and documents resampled apart, Δ formed anew each time (Owen 2007): the middle 95 %."""
     s, d = pairs.baseline.shape
-    by_seed = rng.multinomial(s, np.full(s, 1 / s), RESAMPLES).astype(np.float64)
-    by_document = rng.multinomial(d, np.full(d, 1 / d), RESAMPLES).astype(np.float64)
-    nats = ((by_seed @ (pairs.treatment - pairs.baseline)) * by_document).sum(axis=1)
-    low, high = np.quantile(nats / (s * pairs.unit * (by_document @ pairs.weights)), (0.025, 0.975))
-    return float(low), float(high)
+    by_document = _resamples(d)
+    nats = ((_resamples(s) @ (pairs.treatment - pairs.baseline)) * by_document).sum(axis=1)
+    return _quantiles(nats / (s * pairs.unit * (by_document @ pairs.weights)), 0.025, 0.975)
 
 
-def _documents_only(pairs: PairTable, rng: np.random.Generator) -> Interval:
-    return _limits(document_interval(pairs))
+def _bootstrap_means(pairs: PairTable) -> Floats:
+    return _resamples(len(pairs.seeds)) @ pairs.differences / len(pairs.seeds)
 
 
-def _seeds_only(pairs: PairTable, rng: np.random.Generator) -> Interval:
-    return _limits(seed_interval(pairs))
+def _quantiles(values: Floats, low: float, high: float) -> Interval:
+    ends = np.quantile(values, (low, high))
+    return float(ends[0]), float(ends[1])
 
 
-def _normal(pairs: PairTable, rng: np.random.Generator) -> Interval:
+def normal_interval(pairs: PairTable) -> Interval:
+    """The two-way standard error times 1.96."""
     found = mean_difference(pairs)
-    half = float(_stats.norm.isf(0.025)) * (found.standard_error or 0.0)
+    half = float(special.ndtri(0.975)) * (found.standard_error or 0.0)
     return found.mean - half, found.mean + half
 
 
-def _welch(pairs: PairTable, rng: np.random.Generator) -> Interval:
-    found = _stats.ttest_ind(pairs.treatment_means, pairs.baseline_means, equal_var=False).confidence_interval(0.95)
-    return float(found.low), float(found.high)
+def welch_interval(pairs: PairTable) -> Interval:
+    """Two independent samples of runs (Welch 1947): as if partners shared nothing."""
+    a, b, n = pairs.baseline_means, pairs.treatment_means, len(pairs.seeds)
+    parts = [float(arm.var(ddof=1)) / n for arm in (a, b)]
+    squares = sum(part**2 for part in parts)  # 0 where one seed was drawn each time
+    df = (n - 1) * sum(parts) ** 2 / squares if squares else n - 1.0
+    half = t_quantile(0.975, df) * math.sqrt(sum(parts))
+    mean = float(b.mean() - a.mean())
+    return mean - half, mean + half
 
 
-def _primary(pairs: PairTable, rng: np.random.Generator) -> Interval:
-    return _limits(mean_difference(pairs))
-
-
-METHODS: dict[str, Callable[[PairTable, np.random.Generator], Interval]] = {
-    "two-way t (used)": _primary,
-    "t over seeds alone": _seeds_only,
-    "documents alone": _documents_only,
-    "two-way, normal (z)": _normal,
-    "percentile bootstrap over seeds": _bootstrap("percentile"),
-    "BCa bootstrap over seeds": _bootstrap("BCa"),
-    "pigeonhole bootstrap": _pigeonhole,
-    "Welch, unpaired": _welch,
+METHODS: dict[str, Callable[[PairTable], Interval]] = {
+    "two-way t (used)": lambda pairs: _limits(mean_difference(pairs)),
+    "t over seeds alone": lambda pairs: _limits(seed_interval(pairs)),
+    "documents alone": lambda pairs: _limits(document_interval(pairs)),
+    "two-way, normal (z)": normal_interval,
+    "percentile bootstrap over seeds": percentile_bootstrap,
+    "BCa bootstrap over seeds": bca_bootstrap,
+    "pigeonhole bootstrap": pigeonhole_bootstrap,
+    "Welch, unpaired": welch_interval,
 }
 
 
@@ -454,6 +483,6 @@ def tally_methods(setting: Setting, experiments: int, rng: np.random.Generator) 
         for seeds in SEEDS:
             pairs = first_seeds(draw.planted, seeds)
             for name, method in METHODS.items():
-                low, high = method(pairs, rng)
+                low, high = method(pairs)
                 hits[name, seeds] += low <= draw.truth <= high
     return hits

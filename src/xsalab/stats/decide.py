@@ -5,6 +5,7 @@
     both            better or worse, "below the margin"
     neither         inconclusive, with what would help
 
+Where looks are taken while seeds are added, both intervals have the higher confidence of each look (looks.py).
 An arm with a diverged run is `diverged`, whatever its finished pairs say; 2 seeds or fewer are `not decidable`.
 The advice for the inconclusive aims at a 95 % interval no wider than the margin: wherever such an interval lies, it
 excludes 0 or lies inside ± margin. It never looks at the observed Δ.
