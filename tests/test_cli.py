@@ -27,7 +27,9 @@ from xsalab.files import folder_lock
 from xsalab.model.variant import VARIANTS
 from xsalab.train import checkpoint
 
-VERBS = ["data", "check", "run", "train", "status", "report", "sample"]
+VERBS = [
+    "plan", "data", "check", "run", "train", "status", "report", "compare", "align", "calibrate", "sample",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -680,3 +682,77 @@ def test_status_of_a_live_run_is_where_its_log_is(write_experiment: Any, xsalab:
     row = next(row for row in rows if row["run"] == "base.standard.s0")
     assert (row["state"], row["step"]) == ("running", 3)
     assert all(isinstance(other["steps"], int) for other in rows), "known before a run begins"
+
+
+# ------------------------------------------------------------------- seeds at looks, runs for equal time
+
+
+@pytest.mark.slow
+def test_seeds_are_added_at_looks_until_the_cap(xsalab: Any, run: Any, write_experiment: Any, out: Path) -> None:
+    """Noise of two-step runs and a margin far below it: all looks are taken; every verb knows the seeds since."""
+    path = write_experiment(
+        primary={"contrast": "xsa - standard", "margin": 1e-9},
+        train__tokens=512,
+        arms__xsa={"variant": "xsa", "alpha": 1e-4},
+    )
+    ran = run(path, "--until-decided", "--max-seeds", 5)
+    assert "the look at 4 of at most 5 seeds" in ran.err
+    assert "8 of 8 runs to do" in ran.err
+    said = json.loads(xsalab("report", path, "--out", out, "--json").out)
+    assert said["sequential"]["looks"] == [4, 5]
+    looked = said["sequential"]["at"]
+    states = {row["run"]: row["state"] for row in json.loads(xsalab("status", path, "--out", out, "--json").out)}
+    assert states == {f"base.{arm}.s{seed}": "finished" for seed in range(looked) for arm in ("standard", "xsa")}
+    if looked == 5:
+        assert "2 of 10 runs to do" in ran.err
+    assert "(sequential: the look at" in " ".join(ran.out.split())
+    run(path, "--until-decided", "--max-seeds", 9).refused("--max-seeds 9", "a cap of 5 seeds")
+    again = run(path)
+    assert "runs to do" not in again.err  # what was decided at looks stays decided at them
+    assert "the look at" in again.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "arguments", "words"),
+    [
+        ({}, ("--until-decided",), ("primary.contrast is empty", "--until-decided needs the contrast")),
+        (
+            {"primary": {"contrast": "xsa - standard"}},
+            ("--until-decided", "--max-seeds", 3),
+            ("3", "the first look is at 4"),
+        ),
+        (
+            {"primary": {"contrast": "xsa - standard"}, "seeds": list(range(7))},
+            ("--until-decided", "--max-seeds", 6),
+            ("more than the cap of 6", "raise --max-seeds"),
+        ),
+    ],
+)
+def test_looks_that_cannot_be_taken_are_refused(
+    run: Any, write_experiment: Any, changes: dict[str, Any], arguments: tuple[Any, ...], words: tuple[str, ...]
+) -> None:
+    run(write_experiment(**changes), *arguments).refused(*words)
+
+
+@pytest.mark.slow
+def test_equal_time_runs_the_slower_arm_again(
+    xsalab: Any, run: Any, write_experiment: Any, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured here: which arm is slower is chance at this size; the further runs follow from what was measured."""
+    monkeypatch.setattr(timing, "busy_share", lambda: 0.0)
+    path = write_experiment(
+        seeds=[0, 1, 2], controls={"timing": True, "null": False, "twin": False},
+        equal_time={"rerun": True, "slope": True, "share": 0.75}, train__tokens=2048,
+    )  # fmt: skip
+    ran = run(path)
+    assert ran.code == 0, ran.err
+    stored = json.loads((out / "experiments" / "tiny" / "equal_time.json").read_text(encoding="utf-8"))
+    (ratio,) = stored["ratios"]
+    assert ratio["steps"] == max(1, round(8 / max(ratio["ratio"], 1 / ratio["ratio"])))
+    finished = {row["run"].split(".")[1] for row in json.loads(xsalab("status", path, "--out", out, "--json").out)}
+    assert finished == {"standard", "xsa", "standard@75", *stored["arms"]}
+    said = json.loads(xsalab("report", path, "--out", out, "--json").out)
+    assert said["complete"]
+    (row,) = said["equal_time"]
+    assert row["slope"]["share"] == 0.75
+    assert "at equal time" in " ".join(ran.out.split())

@@ -22,7 +22,7 @@ from xsalab.experiment.design import Cell, Experiment, expand
 from xsalab.experiment.outcome import outcome, plus_minus
 from xsalab.experiment.reading import load_experiment
 from xsalab.experiment.store import RunStore
-from xsalab.report import embed, print_outcome, write_report
+from xsalab.report import SPELLED, embed, print_outcome, write_report
 
 
 class Page(HTMLParser):
@@ -134,10 +134,10 @@ def test_any_experiment_prints_in_80_columns(case: tuple[Experiment, RunStore]) 
         text = raw.getvalue().decode(encoding)
         assert max(len(line) for line in text.splitlines()) <= 80
         assert "…" not in text.split("\n\n")[0], "a number of the table was cut"
-        sign = "−" if encoding == "utf-8" else "-"
         for row in content["contrasts"]:
             if "estimate" in row:
-                assert plus_minus(row["estimate"]["mean"], None)[:4].replace("−", sign) in text
+                shown = plus_minus(row["estimate"]["mean"], row["estimate"]["half_width"])
+                assert (shown if encoding == "utf-8" else shown.translate(SPELLED)) in text
 
 
 def test_every_seed_is_on_the_page_and_none_is_best(whole: tuple[Experiment, RunStore]) -> None:

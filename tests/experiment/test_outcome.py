@@ -221,7 +221,7 @@ def test_the_slope_turns_a_ratio_into_bits(tmp_path: Path) -> None:
     """By hand: 1/1.25 of the steps leaves out 20 of 100; the baseline lost b(90) − b(100) over 10 of them."""
     experiment, store = timed(tmp_path, 1.25)
     (row,) = outcome(experiment, store)["equal_time"]
-    base, shorter, xsa = (bpb(store, experiment, arm) for arm in ("standard", "standard@0.9", "xsa"))
+    base, shorter, xsa = (bpb(store, experiment, arm) for arm in ("standard", "standard@90", "xsa"))
     assert row["slope"]["mean"] == pytest.approx((xsa - base + 2 * (shorter - base)).mean())
     assert row["slope"]["low"] < row["slope"]["mean"] < row["slope"]["high"]
 

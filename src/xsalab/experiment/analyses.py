@@ -21,7 +21,7 @@ from ..stats import (
 )
 from .design import Cell, Experiment, resolve, tested_arms
 from .pairing import Joined, Scores, join, weighted_sum
-from .stages import equal_time_ratios
+from .stages import equal_time_ratios, shorter_name
 from .store import RunFolder, RunStore
 
 LEAST_DOSES = 3
@@ -150,7 +150,7 @@ def _by_slope(
     scores: Callable[[RunFolder], Scores],
 ) -> dict[str, Any] | None:
     baseline = experiment.baseline
-    shorter = f"{baseline}@{experiment.equal_time.share:g}"
+    shorter = shorter_name(experiment)
     joined = join(experiment, store, [(point, arm), (point, baseline), (point, shorter)], scores)
     if not joined.seeds:
         return None

@@ -42,12 +42,18 @@ def _with_further_runs(experiment: Experiment, store: RunStore) -> Experiment:
     if experiment.equal_time.slope:
         share, baseline = experiment.equal_time.share, experiment.baseline
         shorter = {p.name: max(1, round(share * _steps(experiment, p.name, baseline))) for p in experiment.points}
-        arms[f"{baseline}@{share:g}"] = _further(experiment, f"{baseline}@{share:g}", baseline, "", shorter)
+        name = shorter_name(experiment)
+        arms[name] = _further(experiment, name, baseline, "", shorter)
     if stored := _read(store.folder / "equal_time.json"):
         for name, arm in stored["arms"].items():
             if arm["of"] in arms and arm["against"] in arms:
                 arms[name] = _further(experiment, name, arm["of"], arm["against"], arm["steps"])
     return dataclasses.replace(experiment, arms=arms)
+
+
+def shorter_name(experiment: Experiment) -> str:
+    """The baseline's run of a share of its steps: "standard@90", without a dot, as it names a folder."""
+    return f"{experiment.baseline}@{100 * experiment.equal_time.share:g}".replace(".", "_")
 
 
 def _further(experiment: Experiment, name: str, of: str, against: str, steps: Mapping[str, int]) -> Arm:
