@@ -96,6 +96,10 @@ CASES: dict[str, tuple[str, Change]] = {
     "crossed, runs missing": (HEAD + CROSSED, wait(1, 3)),
     "crossed, an arm diverged": (HEAD + CROSSED, diverge("xsa-adamw", 0, 4)),
     "crossed, one seed": ((HEAD + CROSSED).replace(SEEDS, "seeds = [0]"), lambda cell: {}),
+    "crossed, with a family": (
+        HEAD + '[primary]\nfamily = ["(xsa - standard) x (adamw - muon)"]\n' + CROSSED,
+        lambda cell: {},
+    ),
     "doses": (HEAD + DOSES, lambda cell: {}),
     "doses, nothing run": (HEAD + DOSES, lambda cell: {"state": "waiting"}),
     "doses, two seeds": ((HEAD + DOSES).replace(SEEDS, "seeds = [0, 1]"), lambda cell: {}),

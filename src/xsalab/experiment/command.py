@@ -353,7 +353,7 @@ def unchecked(experiment: Experiment) -> list[str]:
     if command is None:
         return []
     same_items = (
-        "that a score's value is what the metric says; that all runs scored the same items was checked"
+        "what the scores mean: that all runs scored the same items with the same weights was checked, and not how"
         if command.scores
         else "evaluation on the same items: one number a run is all that is known, so the interval counts the luck of "
         "the seeds and not that of the choice of items"

@@ -156,11 +156,11 @@ def _carry_out(
     folder.finish_metrics()
     status: dict[str, Any] = {"step": table[-1]["step"] if table else 0, "resumes": resumes}
     if rows.repeated:
-        status["note"] = f"{rows.repeated} values of a step that was there already: the last one counts"
+        status["note"] = f"a step's value came again {rows.repeated} times: the last one counts"
     scores = read_scores(out / task.run.scores) if task.run.scores else _one_score(rows, task.run, where)
     value = sum(score.value for score in scores) / (UNIT[task.run.unit] * sum(score.weight for score in scores))
     seconds = {"training": time.perf_counter() - begin}
-    if not all(math.isfinite(score.value) for score in scores) or not math.isfinite(value):
+    if not math.isfinite(value):  # as it is where any score is not
         message = f"{metric} is not a finite number at the end"
         folder.write("status", {**status, "state": "diverged", "message": message, "seconds": seconds})
         return "diverged"

@@ -85,7 +85,7 @@ def outcome(experiment: Experiment, store: RunStore) -> dict[str, Any]:
         "points": [point.name for point in experiment.points],
         "seeds": list(experiment.seeds),
         "primary": dump(experiment.primary),
-        "family": [pair.contrast.name for pair in found if _in_family(experiment, pair.contrast)],
+        "family": [pair.contrast.name for pair in found if in_family(experiment, pair.contrast)],
         "confidence": confidence,
         "sequential": _sequential(experiment, levels),
         "factors": [vars(factor) for factor in experiment.factors],
@@ -128,7 +128,7 @@ def _sequential(experiment: Experiment, levels: Looks | None) -> dict[str, Any] 
     }  # fmt: skip
 
 
-def _in_family(experiment: Experiment, contrast: Contrast | Combination) -> bool:
+def in_family(experiment: Experiment, contrast: Contrast | Combination) -> bool:
     """Whether a contrast shares the error of 5 %: what ``primary.family`` names, or every effect. No controls."""
     if isinstance(contrast, Contrast) and contrast.kind != "effect":
         return False
@@ -138,7 +138,7 @@ def _in_family(experiment: Experiment, contrast: Contrast | Combination) -> bool
 def _holm(experiment: Experiment, found: Sequence[PairSet], estimates: Sequence[Estimate | None]) -> list[float | None]:
     """Adjusted p of the declared family, and of the comparisons at equal time as a family of their own."""
     adjusted: list[float | None] = [None] * len(found)
-    declared = [i for i, pair in enumerate(found) if _in_family(experiment, pair.contrast)]
+    declared = [i for i, pair in enumerate(found) if in_family(experiment, pair.contrast)]
     at_equal_time = [i for i, pair in enumerate(found) if pair.contrast.kind == "equal time"]
     for family in (declared, at_equal_time):
         values = [(i, estimate.p) for i in family if (estimate := estimates[i]) is not None and estimate.p is not None]
@@ -170,7 +170,7 @@ def _contrast(
     else:
         left, _, right = contrast.words.partition(" against ")
         sides = left, right
-    outside = contrast.kind not in ("null", "positive", "equal time") and not _in_family(experiment, contrast)
+    outside = contrast.kind not in ("null", "positive", "equal time") and not in_family(experiment, contrast)
     lost = len(pair.diverged_treatment), len(pair.seeds) + len(pair.diverged_treatment)
     verdict: Verdict | None = None
     if estimate is not None and table is not None:
@@ -383,7 +383,7 @@ def _warnings(content: Mapping[str, Any]) -> list[str]:
                 "to find a change that is known to hurt, and its other verdicts say little"
             )
         if row["unfinished"]:
-            found.append(f"{where}{row['treatment']}: seeds {row['unfinished']} are not finished")
+            found.append(f"{where}{row['name']}: seeds {row['unfinished']} are not finished")
         if row["diverged_baseline"]:
             found.append(f"{where}the baseline {row['baseline']} diverged at seeds {row['diverged_baseline']}")
     if content["twin"] is False:
