@@ -1,5 +1,7 @@
 """The level of each look against published constants, scipy's t test on drawn samples, and the one-look case."""
 
+# scipy is typed for scalars
+# pyright: reportOperatorIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import numpy as np
