@@ -25,8 +25,8 @@ bench: $(VENV)/.ready
 	$(BIN)/python bench/loader.py
 
 lint: $(VENV)/.ready
-	$(BIN)/ruff check src tests bench
-	$(BIN)/ruff format --check src tests bench
+	$(BIN)/ruff check src tests bench examples
+	$(BIN)/ruff format --check src tests bench examples
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 

@@ -429,10 +429,16 @@ time.sleep(60)
 
 
 def test_what_a_command_leaves_running_neither_stalls_nor_stays(write: Write, tmp_path: Path) -> None:
-    """A child that holds the output open ends with the command."""
-    extra = 'import subprocess; open(out / "pid", "w").write(str(subprocess.Popen(["sleep", "60"]).pid))'
-    carry_out(write(f"{TRAINER}\n{extra}", seeds=[0]))
-    assert gone(int((tmp_path / "out/experiments/own/runs/base.worse.s0/out/pid").read_text()))
+    """A child that holds the output open ends with the command: it does not come to its own end."""
+    extra = """
+import subprocess
+child = subprocess.Popen(["sh", "-c", "sleep 20; touch " + str(out / "done")])
+(out / "pid").write_text(str(child.pid))
+"""
+    carry_out(write(TRAINER + extra, seeds=[0], arms={"plain": {"options": ["0"]}}, primary__contrast=None))
+    out = tmp_path / "out/experiments/own/runs/base.plain.s0/out"
+    assert gone(int((out / "pid").read_text()))
+    assert not (out / "done").exists()
 
 
 @pytest.mark.slow
