@@ -31,7 +31,9 @@ class Lab:
     out: Path
 
     def task(self, arm: str = "standard", seed: int = 0, point: str = "base") -> RunTask:
-        return next(task for task in tasks(self.experiment, self.out) if task.cell == Cell(point, arm, seed))
+        found = next(task for task in tasks(self.experiment, self.out) if task.cell == Cell(point, arm, seed))
+        assert isinstance(found, RunTask), "the lab is of our own engine"
+        return found
 
     def folder(self, arm: str = "standard", seed: int = 0, point: str = "base") -> RunFolder:
         return self.store.run(Cell(point, arm, seed))

@@ -386,9 +386,8 @@ def test_the_default_levels_are_those_of_one_look():
 
 def test_a_look_advises_for_its_wider_interval():
     """A higher confidence needs more seeds for an interval no wider than the margin."""
-    many, few = (
-        int(re.search(r"more seeds, (\d+)", v.advice)[1]) for v in (at_look(0.0001, 0.002), verdict(0.0001, 0.002))
-    )
+    advised = [re.findall(r"more seeds, (\d+)", v.advice) for v in (at_look(0.0001, 0.002), verdict(0.0001, 0.002))]
+    many, few = (int(seeds) for (seeds,) in advised)
     assert many > few
 
 
