@@ -146,7 +146,6 @@ NOT_HERE: dict[str, str] = {
     "F037": "one process a run",
     "F039": "one process a run",
     "F044": "one process a run",
-    "F052": "no deterministic mode and no 8-bit floats",
     "F076": "no chat data yet",
     "F078": "no chat data yet",
     "F087": "one process a run",

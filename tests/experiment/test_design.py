@@ -351,3 +351,12 @@ def test_an_arm_of_the_name_of_a_crossed_one_is_refused(write_experiment: Write)
 def test_equal_time_needs_step_times(write_experiment: Write) -> None:
     with pytest.raises(ValueError, match=r"equal_time.rerun = true needs the step times: set controls.timing = true"):
         load_experiment(write_experiment(equal_time={"rerun": True}))
+
+
+def test_a_precision_that_does_not_work_is_told_at_the_start(write_experiment: Write) -> None:
+    """F052: 8-bit floats with compilation are refused with what works, before anything trains; what works is taken."""
+    with pytest.raises(ValueError, match=r"train: dtype = 'float8_e4m3fn': use one of .*float32.*bfloat16"):
+        load_experiment(write_experiment(train__dtype="float8_e4m3fn", train__compile=True))
+    for dtype in ("auto", "float32", "bfloat16"):
+        experiment = load_experiment(write_experiment(train__dtype=dtype, train__compile=True))
+        assert resolve(experiment, expand(experiment)[0]).train.dtype == dtype
