@@ -10,19 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scipy.signal import lfilter
 
-from xsalab.align import (
-    Alignment,
-    Match,
-    Smoothing,
-    align,
-    amplification,
-    ema,
-    find_offset_and_smoothing,
-    undo,
-    undo_ema,
-)
+from xsalab.align import Match, Smoothing, align, find_offset_and_smoothing, undo
 from xsalab.interop.logs import Log, Series, read_log
+
+
+def ema(values: np.ndarray, beta: float, corrected: bool, late: int = 0) -> np.ndarray:
+    """The definition, by scipy's filter. late: by how much the exponent of the correction is off (F123)."""
+    raw = np.asarray(values, dtype=np.float64)
+    start = 0.0 if corrected else float(raw[0])
+    average = lfilter([1 - beta], [1, -beta], raw, zi=[beta * start])[0]
+    return average / (1 - beta ** (np.arange(len(raw)) + 1.0 + late)) if corrected else average
 
 
 def losses(n: int = 160, seed: int = 0) -> np.ndarray:
@@ -46,54 +45,37 @@ def log(tmp_path: Path, steps: Any, values: Any, name: str = "a.csv", metric: st
 
 @pytest.mark.parametrize("corrected", [True, False])
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.99])
-def test_the_average_agrees_with_its_definition_and_is_undone(beta: float, corrected: bool) -> None:
-    """Against the weighted sum written out."""
-    raw = losses(40)
-    expected = []
-    for t in range(len(raw)):
-        weights = (1 - beta) * beta ** np.arange(t, -1, -1.0)
-        if corrected:
-            weights = weights / weights.sum()
-        else:
-            weights[0] = beta**t
-        expected.append(float(weights @ raw[: t + 1]))
-    np.testing.assert_allclose(ema(raw, beta, corrected), expected, rtol=1e-13)
-    np.testing.assert_allclose(undo_ema(expected, beta, corrected), raw, atol=1e-13 * amplification(beta), rtol=0)
+def test_an_average_is_undone_and_rounding_comes_back_no_larger_than_is_said(beta: float, corrected: bool) -> None:
+    raw = losses(300)
+    smoothing = Smoothing(beta, 0 if corrected else None)
+    logged = ema(raw, beta, corrected)
+    np.testing.assert_allclose(undo(series(logged), smoothing).values, raw, atol=1e-12 * smoothing.amplification)
+    error = float(np.abs(undo(series(np.round(logged, 4)), smoothing).values - raw).max())
+    assert 0.2 * 0.5e-4 * smoothing.amplification < error <= 0.5e-4 * smoothing.amplification * 1.0001
+    assert Smoothing(0.9).amplification == pytest.approx(19)
 
 
 def test_a_constant_stays_itself_from_the_first_step() -> None:
     """F123: with the exponent off by one, the first value of a constant 5 would be 5 (1 − β)/(1 − β²)."""
     five = np.full(20, 5.0)
-    for corrected in (True, False):
-        np.testing.assert_allclose(ema(five, 0.9, corrected), five, rtol=1e-14)
-        np.testing.assert_allclose(undo_ema(five, 0.9, corrected), five, rtol=1e-13)
+    for origin in (0, None):
+        np.testing.assert_allclose(undo(series(five), Smoothing(0.9, origin)).values, five, rtol=1e-13)
     wrong = ema(five, 0.9, True, late=1)
     assert wrong[0] == pytest.approx(5 * 0.1 / 0.19)
-    np.testing.assert_allclose(undo_ema(wrong, 0.9, True, late=1), five, rtol=1e-13)
-
-
-def test_rounding_comes_back_amplified_by_no_more_than_is_said() -> None:
-    raw = losses(500)
-    for beta in (0.5, 0.9, 0.99):
-        for corrected in (True, False):
-            printed = np.round(ema(raw, beta, corrected), 4)
-            error = float(np.abs(undo_ema(printed, beta, corrected) - raw).max())
-            assert 0.2 * 0.5e-4 * amplification(beta) < error <= 0.5e-4 * amplification(beta) * 1.0001
-    assert amplification(0.9) == pytest.approx(19)
+    np.testing.assert_allclose(undo(series(wrong, 1), Smoothing(0.9, 0, first=1)).values, five, rtol=1e-13)
 
 
 @pytest.mark.parametrize("beta", [1.0, -0.1, math.nan])
 def test_an_impossible_beta_is_refused(beta: float) -> None:
-    for function in (ema, undo_ema):
-        with pytest.raises(ValueError, match="beta = "):
-            function([1.0], beta, True)
+    with pytest.raises(ValueError, match="beta = "):
+        Smoothing(beta)
 
 
 def test_after_a_gap_the_raw_value_is_left_out_and_not_guessed() -> None:
     raw = losses(30)
     keep = np.array([i for i in range(30) if i not in (0, 10, 11)])
-    for form, corrected in (("corrected", True), ("plain", False)):
-        undone = undo(series(ema(raw, 0.9, corrected), keep=keep), Smoothing(0.9, form))  # pyright: ignore
+    for origin in (0, None):
+        undone = undo(series(ema(raw, 0.9, origin == 0), keep=keep), Smoothing(0.9, origin))
         assert undone.steps.tolist() == [s for s in range(30) if s not in (0, 1, 10, 11, 12)]
         np.testing.assert_allclose(undone.values, raw[undone.steps], atol=1e-11)
 
@@ -107,20 +89,20 @@ def found_again(match: Match, logged: Series, raw: np.ndarray, first: int, offse
     assert match.smoothing.beta == pytest.approx(beta, abs=1e-9)
     undone = undo(logged, match.smoothing)
     expected = raw[undone.steps - offset - first]
-    np.testing.assert_allclose(undone.values, expected, atol=1e-11 * amplification(beta), rtol=0)
+    np.testing.assert_allclose(undone.values, expected, atol=1e-11 * match.smoothing.amplification, rtol=0)
     return undone
 
 
 @pytest.mark.parametrize("corrected", [True, False])
-@pytest.mark.parametrize("beta", [0.0, 0.3, 0.9, 0.98])
-@pytest.mark.parametrize("offset", [0, 1, 7, -12])
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.98])
+@pytest.mark.parametrize("offset", [0, 7, -12])
 def test_a_planted_offset_and_average_are_found_exactly(offset: int, beta: float, corrected: bool) -> None:
     raw = losses()
     logged = series(ema(raw, beta, corrected), 20 + offset)
     match = find_offset_and_smoothing(logged, series(raw, 20))
     undone = found_again(match, logged, raw, 20, offset, beta)
     assert len(undone) == len(raw)
-    assert match.smoothing.form == ("none" if beta == 0 else "corrected" if corrected else "plain")
+    assert match.smoothing.origin == (20 + offset if corrected and beta else None)
 
 
 @pytest.mark.parametrize("corrected", [True, False])
@@ -135,15 +117,16 @@ def test_missing_steps_and_other_first_steps_change_nothing(offset: int, beta: f
     assert len(undone) > 130
 
 
-def test_a_log_of_every_tenth_step_still_tells_offset_and_beta() -> None:
+def test_logs_of_every_tenth_step_are_matched_where_they_are_raw_and_else_refused() -> None:
+    """An average over steps that were not logged cannot be undone, and the log may not be taken for another run's."""
     raw = losses(600)
-    match = find_offset_and_smoothing(series(ema(raw, 0.9, True), 3, slice(0, None, 10)), series(raw))
-    assert match.offset == 3
-    assert match.smoothing.beta == pytest.approx(0.9, abs=1e-9)
-    both = [series(values, first, slice(0, None, 10)) for values, first in ((raw, 40), (raw, 0))]
-    assert find_offset_and_smoothing(*both).offset == 40
-    late = series(raw, 40, slice(70, None, 10)), series(raw, 0, slice(0, None, 10))
-    assert find_offset_and_smoothing(*late).offset == 40
+    match = find_offset_and_smoothing(series(raw, 40, slice(None, None, 10)), series(raw))
+    assert (match.offset, match.smoothing.beta) == (40, 0.0)
+    with pytest.raises(ValueError, match="every 10 steps: residual"):
+        find_offset_and_smoothing(series(ema(raw, 0.9, True), 3, slice(None, None, 10)), series(raw))
+    of_logged = Series(np.arange(0, 600, 10), ema(raw[::10], 0.9, True))
+    with pytest.raises(ValueError, match="every 10 steps: residual"):
+        find_offset_and_smoothing(of_logged, series(raw))
 
 
 def test_nothing_is_undone_where_the_form_is_not_known() -> None:
@@ -151,7 +134,7 @@ def test_nothing_is_undone_where_the_form_is_not_known() -> None:
     raw = losses()
     logged = series(ema(raw, 0.5, True))
     match = find_offset_and_smoothing(logged, series(raw, keep=slice(60, None)))
-    assert match.also
+    assert match.smoothing.since == 60
     assert found_again(match, logged, raw, 0, 0, 0.5).steps[0] == 60
 
 
@@ -170,10 +153,10 @@ def test_printed_digits_are_enough() -> None:
     match = find_offset_and_smoothing(series(np.round(ema(raw, 0.9, True), 6), 4), series(raw))
     assert match.offset == 4
     assert match.smoothing.beta == pytest.approx(0.9, abs=1e-4)
-    assert match.residual < 1e-6 < match.noise
+    assert match.residual < 1e-6 < 1e-3 < (match.runner_up or 0)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("beta", [0.0, 0.9, 0.99])
 def test_other_batches_on_the_same_curve_are_refused(seed: int, beta: float) -> None:
     """The falls agree, the noise does not: an offset would be found in anything."""
@@ -192,10 +175,9 @@ def test_too_few_steps_and_curves_without_noise_are_refused() -> None:
         find_offset_and_smoothing(*apart)
 
 
-@pytest.mark.slow
 def test_random_plants_are_all_found_and_random_pairs_all_refused() -> None:
     draw = np.random.default_rng(2)
-    for trial in range(16):
+    for trial in range(8):
         n, offset = int(draw.integers(50, 300)), int(draw.integers(-25, 25))
         beta, corrected = float(draw.choice([0.0, 0.5, 0.9, 0.95, 0.99])), bool(draw.integers(2))
         raw = losses(n, seed=trial)
@@ -250,8 +232,7 @@ def test_a_tracker_that_holds_every_hundredth_average_cannot_be_undone(tmp_path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     aligned = align(read_log(path))
     assert aligned.train is None
-    assert any("raw losses cannot be had" in text for text in aligned.statements)
-    with pytest.raises(ValueError, match="logged every 100 steps"):
+    with pytest.raises(ValueError, match="no two steps that follow each other"):
         align(read_log(path), beta=0.9, form="corrected")
 
 
@@ -283,7 +264,7 @@ def test_the_verb_finds_and_writes_both_logs_on_one_convention(tmp_path: Path, x
     out = tmp_path / "aligned.csv"
     ran = xsalab("align", tmp_path / "smooth.csv", "--reference", tmp_path / "raw.csv", "--out", out)
     assert ran.code == 0
-    assert "step s of the log is batch s − 5" in ran.out
+    assert "batch s is step s +5 of the log" in ran.out
     assert "β = 0.9, bias-corrected" in ran.out
     with out.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -335,4 +316,3 @@ def test_nothing_shown_is_ever_not_a_number(tmp_path: Path, xsalab: Any) -> None
     for more in ((), ("--beta", 0.9, "--form", "corrected")):
         ran = xsalab("align", tmp_path / "a.csv", *more, "--json")
         json.loads(ran.out, parse_constant=lambda text: pytest.fail(text))
-    assert isinstance(align(read_log(tmp_path / "a.csv")), Alignment)

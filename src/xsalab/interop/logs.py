@@ -1,10 +1,9 @@
 """Other tools' logs, read as they stand: series of (step, value), what the log says of itself, what is wrong with it.
 
     nanochat      the console of base_train and chat_sft
-    csv           any table with a column of steps
-    wandb         Weights & Biases: the table that its pages export (several runs), or its history as JSON lines
-    tensorboard   event files, or the table that its pages export
-    jsonl         JSON lines with a field of steps
+    csv, jsonl    rows with a column or field of steps; a column "seed" makes several runs
+    wandb         Weights & Biases: the table that its pages export ("RUN - metric"), or its history as JSON lines
+    tensorboard   event files
     xsalab        a run's own folder
 
 Steps are the log's own here; ``align`` brings them to one convention. Where a log goes back to an earlier step (a
@@ -14,32 +13,35 @@ Values that are not finite are kept apart and noted. Nothing is dropped without 
 
 from __future__ import annotations
 
-import codecs
 import csv
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from ..config import flat
+from .nanochat import FIELDS
 
-Event = tuple[int, str, float]  # step, name, value, in the order of the log; name "" : the log is cut back to the step
+Event = tuple[int, str, float]  # step, name, value, in the order of the log
 
+# Of a tracker's own "_step", which counts its calls, and one that the trainer logged, the latter is the better.
 STEP_NAMES = ("step", "global_step", "train/global_step", "trainer/global_step", "train/step", "iteration", "iter",
-              "steps", "_step")  # fmt: skip
+              "_step")  # fmt: skip
 ALIASES = {
-    "loss": ("train/loss", "loss", "train_loss", "training_loss", "training/loss"),
-    "val_bpb": ("val/bpb", "val_bpb", "validation bpb", "val bpb", "eval/bpb", "eval_bpb"),
+    "loss": ("train/loss", "loss", "train_loss", "training_loss", "training/loss", "train.loss"),
+    "val_bpb": ("val/bpb", "val_bpb", "val bpb", "eval/bpb", "eval_bpb", "val.bpb"),
 }
-SEED_IN_NAME = re.compile(r"(?:^|[._\-/])(?:seed[=_-]?|s)(\d{1,10})(?=[._\-/]|$)")
+# What must agree within one run and on one side of a comparison.
+SHAPES = ("context", "vocab_size", "depth", "heads", "kv_heads", "width", "window", "parameters", "tokens",
+          "batch_tokens", "steps")  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,41 +101,36 @@ def read_log(path: Path, run: str = "") -> Log:
     was named; OSError where it is not there.
     """
     logs = read_logs(path)
-    if run:
-        chosen = tuple(log for log in logs if log.run == run)
-        if not chosen:
-            raise ValueError(f"{path}: no run {run!r}; it holds: {_names(logs)}")
-        logs = chosen
-    if len(logs) > 1:
-        raise ValueError(f"{path}: holds {len(logs)} runs: {_names(logs)}; name one with --run")
-    return next(iter(logs))
+    names = ", ".join(log.run for log in logs)
+    chosen = [log for log in logs if run in ("", log.run)]
+    if len(chosen) != 1:
+        raise ValueError(f"{path}: {f'no run {run!r}' if run else 'several runs'}; it holds: {names}; name one of them")
+    return chosen[0]
 
 
 def read_logs(path: Path) -> tuple[Log, ...]:
     """All runs of a file or of a run's folder, at least one. Raises as ``read_log``."""
-    if path.is_dir():
-        if is_run_folder(path):
-            return (_read_xsalab(path),)
-        if event_files(path):
-            return (_read_tensorboard(path),)
-        raise ValueError(f"{path}: no log in this folder: neither metrics.jsonl, metrics.parquet nor event files")
-    if "tfevents" in path.name:
-        return (_read_tensorboard(path),)
-    if path.name in ("metrics.jsonl", "metrics.parquet") and (path.parent / "config.json").is_file():
-        return (_read_xsalab(path.parent),)
-    text, notes = _text(path)
-    lines = re.split(r"\r\n|\n|\r", text)
-    if any(_TRAIN.match(_plain(line)) or _AT_STEP.match(_plain(line)) for line in lines):
+    if path.is_dir() and is_run_folder(path):
+        return _read_xsalab(path)
+    if path.is_dir() or "tfevents" in path.name:
+        return (_read_tensorboard(path, event_files(path) if path.is_dir() else [path]),)
+    data = path.read_bytes()
+    if not data.strip():
+        raise ValueError(f"{path}: empty; there is nothing to read")
+    if b"\0" in data:
+        raise ValueError(f"{path}: not a text file; give a console log, CSV, JSON lines or TensorBoard's event files")
+    text = data.decode("utf-8-sig", errors="replace")
+    notes = ["not all in UTF-8: read as far as it is"] if "\ufffd" in text else []
+    lines = text.splitlines(keepends=True)
+    if any(_POINT.match(line) for line in lines):
         return (_read_nanochat(path, lines, notes),)
-    first = text.lstrip()[:1]
-    if first in ("{", "["):
-        return _read_json(path, text, lines, notes)
-    return _read_csv(path, lines, notes)
+    lines = [line for line in lines if line.strip()]
+    return _read_jsonl(path, lines, notes) if text.lstrip().startswith("{") else _read_csv(path, lines, notes)
 
 
 def is_run_folder(path: Path) -> bool:
-    """Whether a folder holds a run of xsalab's own, with rows to read."""
-    return any((path / name).is_file() for name in ("metrics.jsonl", "metrics.parquet"))
+    """Whether a folder holds a run of xsalab's own, begun or finished."""
+    return any((path / name).is_file() for name in ("status.json", "metrics.jsonl", "metrics.parquet"))
 
 
 def event_files(path: Path) -> list[Path]:
@@ -143,26 +140,8 @@ def event_files(path: Path) -> list[Path]:
 
 def seed_in_name(name: str) -> int | None:
     """The seed that a file's name states: "xsa_seed3.csv", "run.s3.log"; None where it states none, or two."""
-    found = {int(number) for number in SEED_IN_NAME.findall(name)}
+    found = {int(number) for number in re.findall(r"(?:^|[._\-/])(?:seed[=_-]?|s)(\d{1,10})(?=[._\-/]|$)", name)}
     return found.pop() if len(found) == 1 else None
-
-
-def _names(logs: Sequence[Log]) -> str:
-    return ", ".join(log.run for log in logs)
-
-
-def _text(path: Path) -> tuple[str, list[str]]:
-    """The file as text: UTF-8, or UTF-16 with its mark (a redirect on Windows). ValueError where it is no text."""
-    data = path.read_bytes()
-    if not data.strip():
-        raise ValueError(f"{path}: empty; there is nothing to read")
-    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return data.decode("utf-16", errors="replace"), []
-    if b"\0" in data:
-        raise ValueError(f"{path}: not a text file; give a console log, CSV, JSON lines or TensorBoard's event files")
-    text = data.decode("utf-8-sig", errors="replace")
-    bad = sum("\ufffd" in line for line in text.splitlines()) if "\ufffd" in text else 0
-    return text, [f"{_count(bad, 'line')} not in UTF-8: read as far as they go"] if bad else []
 
 
 # From events to series
@@ -174,117 +153,79 @@ def _log(
     """Cuts back where the log goes back, sets apart what is not finite, and counts what is missing."""
     kept: dict[str, dict[int, float]] = {}
     back: list[str] = []
-    repeated: dict[str, list[int]] = {}
+    repeated: Counter[str] = Counter()
     for step, name, value in events:
-        values = kept.setdefault(name, {}) if name else {}
+        values = kept.setdefault(name, {})
         last = next(reversed(values), None)
-        if not name or (last is not None and step < last):
-            cut = [_cut(column, step) for column in kept.values()]
-            if max(cut, default=0):
-                back.append(f"from step {last if name else step + max(cut) - 1} to {step} ({_count(max(cut), 'step')})")
-        elif last == step:
-            repeated.setdefault(name, []).append(step)
-        if name:
-            values[step] = value
+        if last is not None and step < last:
+            back.append(f"from step {last} to {step}")
+            for column in kept.values():
+                while column and next(reversed(column)) >= step:
+                    column.popitem()
+        repeated[name] += last == step
+        values[step] = value
     found = list(notes)
     if back:
         shown = "; ".join(back[:3]) + ("; …" if len(back) > 3 else "")
-        found.append(
-            f"goes back {_count(len(back), 'time')}, a resume or another run: {shown}; the last block stands, "
-            "what was logged before it from that step on is left out"
-        )
-    found += [
-        f"{name}: {_count(len(steps), 'step')} repeated (the first is {steps[0]}); the last value stands"
-        for name, steps in repeated.items()
-    ]
+        found.append(f"goes back {_count(len(back), 'time')} ({shown}), a resume or another run: the last block stands")
+    found += [f"{name}: {_count(n, 'step')} repeated; the last value stands" for name, n in repeated.items() if n]
     series: dict[str, Series] = {}
     not_finite: dict[str, tuple[int, ...]] = {}
     for name, values in kept.items():
         if broken := tuple(step for step, value in values.items() if not math.isfinite(value)):
             not_finite[name] = broken
             found.append(f"{name}: {_count(len(broken), 'value')} not finite, left out; the first at step {broken[0]}")
-        good = {step: value for step, value in values.items() if math.isfinite(value)}
-        if good:
+        if good := {step: value for step, value in values.items() if math.isfinite(value)}:
             series[name] = Series(np.array(list(good), np.int64), np.array(list(good.values()), np.float64))
-            if gap := _missing(np.array(list(values), np.int64)):
-                found.append(f"{name}: {gap}")
-    if not series and not not_finite:
+        if len(values) > 2 and (gap := _missing(np.array(list(values), np.int64))):
+            found.append(f"{name}: {gap}")
+    if not kept:
         raise ValueError(f"{path}: no values by step; what was read of it holds none")
     return Log(path, kind, series, facts, tuple(found), run or path.name, not_finite)
 
 
-def _cut(column: dict[int, float], step: int) -> int:
-    """Takes out the rows from ``step`` on; how many there were."""
-    count = 0
-    while column and next(reversed(column)) >= step:
-        column.popitem()
-        count += 1
-    return count
-
-
 def _missing(steps: NDArray[np.int64]) -> str:
     """In words, the steps that a series leaves out of its own stride; "" where none."""
-    if len(steps) < 3:
-        return ""
-    strides, counts = np.unique(np.diff(steps), return_counts=True)
-    stride = int(strides[np.argmax(counts)])
-    wide = np.flatnonzero(np.diff(steps) > stride)
-    lost = sum((int(steps[i + 1] - steps[i]) - 1) // stride for i in wide)
-    if not lost:
-        return ""
+    gaps = np.diff(steps)
+    stride = Counter(gaps.tolist()).most_common(1)[0][0]
+    wide = gaps > stride
+    lost = int(((gaps - 1) // stride)[wide].sum())
     every = "" if stride == 1 else f" of every {stride} steps"
-    return f"{_count(lost, 'value')}{every} missing, the first after step {steps[wide[0]]}"
+    return f"{_count(lost, 'value')}{every} missing, the first after step {steps[:-1][wide][0]}" if lost else ""
 
 
-def _number(text: Any) -> float | None:
+def _number(given: Any) -> float | None:
     """A number, "NaN" included; None where it is none. "7,62" is none: a comma may mean two things."""
-    if isinstance(text, bool) or text is None:
+    if isinstance(given, bool) or given is None:
         return None
-    if isinstance(text, (int, float)):
-        return float(text)
     try:
-        return float(str(text).strip().replace("_", "x"))  # Python reads 1_0 as 10; no log means that
+        return float(str(given).replace("_", "x"))  # Python reads 1_0 as 10; no log means that
     except ValueError:
         return None
 
 
-def _step(value: Any) -> int | None:
-    number = _number(value)
-    if number is None or not math.isfinite(number) or number < 0 or number != int(number) or number > 2**53:
-        return None
-    return int(number)
+def _whole(given: Any) -> int | None:
+    """A step or a seed: a whole number of at least 0."""
+    number = _number(given)
+    return int(number) if number is not None and 0 <= number < 2**53 and number == int(number) else None
 
 
 # nanochat's console
 
-_TRAIN = re.compile(r"step (\d+)(?:/(\d+))? \([\d.]+%\) \| (loss: .+)$")
-_AT_STEP = re.compile(r"Step (\d+) \| ((?:Validation bpb|CORE metric|ChatCORE): .+)$")
-_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_NAMES = {"loss": "train/loss", "lrm": "train/lrm", "dt": "train/dt_ms", "tok/sec": "train/tok_per_sec",
-          "Validation bpb": "val/bpb", "CORE metric": "core_metric", "ChatCORE": "chatcore_metric",
-          "ChatCORE_cat": "chatcore_cat"}  # fmt: skip
-_MODEL = {"sequence_len": "context", "vocab_size": "vocab_size", "n_layer": "depth", "n_head": "heads",
-          "n_kv_head": "kv_heads", "n_embd": "width", "window_pattern": "window"}  # fmt: skip
-_SAID: tuple[tuple[re.Pattern[str], str, Callable[[str], Any]], ...] = tuple(
-    (re.compile(pattern), name, kind)
-    for pattern, name, kind in (
-        (r"Autodetected device type: (\S+)", "device", str),
-        (r"GPU: (.+?) \|", "device", str),
-        (r"Distributed world size: (\d+)", "world_size", int),
-        (r"COMPUTE_DTYPE: (?:torch\.)?(\w+)", "dtype", str),
-        (r"Vocab size: ([\d,]+)", "vocab_size", lambda text: int(text.replace(",", ""))),
-        (r"total +: ([\d,]+)", "parameters", lambda text: int(text.replace(",", ""))),
-        (r"Total number of training tokens: ([\d,]+)", "tokens", lambda text: int(text.replace(",", ""))),
-        (r"Total batch size ([\d,]+)", "batch_tokens", lambda text: int(text.replace(",", ""))),
-        (r"gradient accumulation steps: (\d+)", "micro_batches", int),
-    )
+_ANSI = r"(?:\x1b\[[0-9;]*m)*"
+_POINT = re.compile(_ANSI + r"[sS]tep (\d+)(?:/(\d+))?(?: \(\S+%\))? \| (loss|Validation bpb|CORE metric): (\S+)")
+_NAMES = {"loss": "train/loss", "Validation bpb": "val/bpb", "CORE metric": "core_metric"}
+_SAID = (
+    ("device", r"GPU: (.+?) \|"),
+    ("world_size", r"Distributed world size: (\d+)"),
+    ("dtype", r"COMPUTE_DTYPE: (?:torch\.)?(\w+)"),
+    ("vocab_size", r"Vocab size: ([\d,]+)"),
+    ("parameters", r"total +: ([\d,]+)"),
+    ("tokens", r"Total number of training tokens: ([\d,]+)"),
+    ("batch_tokens", r"Total batch size ([\d,]+)"),
+    ("micro_batches", r"gradient accumulation steps: (\d+)"),
+    *((ours, rf'"{theirs}": "?([^",\s]+)') for theirs, ours in FIELDS.items()),
 )
-SHAPES = ("context", "vocab_size", "depth", "heads", "kv_heads", "width", "window", "parameters", "tokens",
-          "batch_tokens", "steps")  # fmt: skip
-
-
-def _plain(line: str) -> str:
-    return _ANSI.sub("", line).strip()
 
 
 def _read_nanochat(path: Path, lines: Sequence[str], notes: Sequence[str]) -> Log:
@@ -293,295 +234,164 @@ def _read_nanochat(path: Path, lines: Sequence[str], notes: Sequence[str]) -> Lo
     events: list[Event] = []
     found, bad = list(notes), 0
 
-    def fact(name: str, value: Any) -> None:
-        before = facts.get(name, value)
+    def fact(name: str, text: str) -> None:
+        value = int(text.replace(",", "")) if re.fullmatch(r"[\d,]+", text) else text
+        before = facts.setdefault(name, value)
         if before != value and name in SHAPES:
             raise ValueError(f"{path}: states {name} = {before}, then {value}: two runs in one file; split it")
-        if before != value and name != "device":  # a GPU's name says more than its type, which comes before it
+        if before != value:
             found.append(f"states {name} = {before}, then {value}")
-        facts[name] = value
 
-    if lines[-1].strip():  # the tool ends every line: what has no end may be half a number
+    if not lines[-1].endswith(("\n", "\r")):  # the tool ends every line: what has no end may be half a number
+        lines = lines[:-1]
         found.append("the last line has no end: not read")
-    for raw in lines[:-1]:
-        line = _plain(raw)
-        if match := _TRAIN.match(line):
-            step = int(match[1])
+    for line in lines:
+        if match := _POINT.match(line):
+            if (value := _number(match[4])) is None:
+                bad += 1
+                continue
+            events.append((int(match[1]), _NAMES[match[3]], value))
             if match[2]:
-                fact("steps", int(match[2]))
-            else:
+                fact("steps", match[2])
+            elif match[3] == "loss":  # the one that does not say how many steps there will be
                 facts["writer"] = "nanochat chat_sft"
-            values = _fields(match[3])
-        elif match := _AT_STEP.match(line):
-            step, values = int(match[1]), _fields(match[2])
         else:
-            bad += bool(re.match(r"[sS]tep \d", line)) and "Average reward" not in line
-            for pattern, name, kind in _SAID:
-                if said := pattern.search(line):
-                    fact(name, kind(said[1]))
-            if said := re.match(r'"(\w+)": (.+?),?$', line):
-                name = _MODEL.get(said[1])
-                if name is not None:
-                    fact(name, _json_or_text(said[2]))
-            continue
-        bad += "loss" in values and values["loss"] is None
-        known = ((_NAMES[name], value) for name, value in values.items() if name in _NAMES)
-        events += [(step, name, value) for name, value in known if value is not None]
+            bad += bool(re.match(_ANSI + r"[sS]tep \d", line))
+            for name, pattern in _SAID:
+                if said := re.search(pattern, line):
+                    fact(name, said[1])
     if bad:
         found.append(f"{_count(bad, 'line')} of steps that could not be read")
     return _log(path, "nanochat", events, facts, found)
 
 
-def _fields(text: str) -> dict[str, float | None]:
-    """The "name: value" parts between bars; the unit behind a number goes."""
-    found: dict[str, float | None] = {}
-    for part in text.split(" | "):
-        name, _, value = part.partition(": ")
-        found[name.strip()] = _number(re.sub(r"(?<=\d)(ms|m|s)$", "", value.strip()).replace(",", ""))
-    return found
-
-
-def _json_or_text(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-# Tables
+# Rows: CSV, JSON lines, xsalab's own
 
 
 def _read_csv(path: Path, lines: Sequence[str], notes: list[str]) -> tuple[Log, ...]:
-    rows = [line for line in lines if line.strip()]
-    delimiter = max(",\t;", key=rows[0].count)
-    table = list(csv.reader(rows, delimiter=delimiter))
-    header = [name.strip() for name in table[0]]
-    lower = [name.lower() for name in header]
-    where = next((lower.index(name) for name in STEP_NAMES if name in lower), None)
-    if where is None:
-        shown = ", ".join(header[:12]) + (", …" if len(header) > 12 else "")
-        raise ValueError(
-            f"{path}: no column of steps (one of {', '.join(STEP_NAMES)}); its first line reads: {shown[:200]}"
-        )
-    if len(set(header)) < len(header):
-        raise ValueError(f"{path}: two columns have the same name: {_twice(header)}; rename one")
-    if lower == ["wall time", "step", "value"]:
-        match = re.match(r"(?:run[-_](.*?)[-_])?tag[-_](.+)\.csv$", path.name)
-        header = ["", "Step", match[2] if match else "value"]
-    good: list[tuple[int, list[str]]] = []
-    for row in table[1:]:
-        step = _step(row[where]) if len(row) == len(header) else None
-        if step is not None:
-            good.append((step, row))
-    if len(good) < len(table) - 1:
-        notes = [*notes, f"{_count(len(table) - 1 - len(good), 'line')} that could not be read (no step, or cut off)"]
-    columns = [i for i, name in enumerate(header) if i != where and name]
-    if lower == ["wall time", "step", "value"]:
-        return (_log(path, "tensorboard", _cells(good, {columns[0]: header[columns[0]]}), {}, notes),)
-    if columns and header[where] == "Step" and all(" - " in header[i] for i in columns):
-        return _wandb_table(path, header, good, columns, notes)
-    records = [(step, {header[i]: row[i].strip() for i in columns if row[i].strip()}) for step, row in good]
-    return _by_seed(path, "csv", records, {}, notes)
+    header, *table = csv.reader(lines, delimiter=max(",\t;", key=lines[0].count))
+    header = [name.strip() for name in header]
+    if twice := [name for name, n in Counter(header).items() if n > 1]:
+        raise ValueError(f"{path}: two columns have the same name: {twice[0]}; rename one")
+    rows = [dict(zip(header, row, strict=True)) for row in table if len(row) == len(header)]
+    if len(rows) < len(table):
+        notes = [*notes, f"{_count(len(table) - len(rows), 'line')} cut off or of other columns, not read"]
+    step = _step_name(path, header)
+    wandb = len(header) > 1 and all(" - " in name for name in header if name != step)
+    return _of_rows(path, "wandb" if wandb else "csv", step, rows, {}, notes)
 
 
-def _twice(names: Sequence[str]) -> str:
-    return next(name for i, name in enumerate(names) if name in names[:i])
-
-
-def _cells(rows: Iterable[tuple[int, list[str]]], names: Mapping[int, str]) -> Iterator[Event]:
-    """The cells of some columns that hold a number, as events under the names given."""
-    for step, row in rows:
-        for i, name in names.items():
-            value = _number(row[i])
-            if value is not None:
-                yield step, name, value
-
-
-def _wandb_table(
-    path: Path, header: list[str], rows: list[tuple[int, list[str]]], columns: list[int], notes: list[str]
-) -> tuple[Log, ...]:
-    """The table that a W&B page exports: "RUN - metric", with the least and the greatest of each bin beside it."""
-    runs: dict[str, dict[int, str]] = {}
-    for i in columns:
-        run, _, metric = header[i].rpartition(" - ")
-        runs.setdefault(run, {})[i] = metric
-    found: list[Log] = []
-    for run, names in runs.items():
-        plain = {i: name for i, name in names.items() if not name.endswith(("__MIN", "__MAX"))}
-        own = list(notes)
-        ends = {name: i for i, name in names.items() if i not in plain}
-        for name in plain.values():
-            least, greatest = (ends.get(name + end) for end in ("__MIN", "__MAX"))
-            if least is None or greatest is None:
-                continue
-            if binned := sum(row[least].strip() != row[greatest].strip() for _, row in rows):
-                own.append(f"{name}: bins of several steps, as the page drew them: {_count(binned, 'value')}")
-        found.append(_log(path, "wandb", _cells(rows, plain), {}, own, run))
-    return tuple(found)
-
-
-# JSON lines
-
-
-def _read_json(path: Path, text: str, lines: Sequence[str], notes: list[str]) -> tuple[Log, ...]:
-    given: list[Any] = []
-    bad = 0
-    if text.lstrip().startswith("["):
+def _read_jsonl(path: Path, lines: Sequence[str], notes: list[str]) -> tuple[Log, ...]:
+    """Lines without a step, such as the settings at the head, are facts."""
+    rows: list[dict[str, Any]] = []
+    for line in lines:
         try:
-            given = list(json.loads(text))
-        except ValueError as error:
-            raise ValueError(f"{path}: not whole as JSON: {error}") from None
-    else:
-        for line in lines:
-            if line.strip():
-                try:
-                    given.append(json.loads(line))
-                except ValueError:
-                    bad += 1
-    rows = [dict(flat(row)) for row in given if isinstance(row, dict)]
-    bad += len(given) - len(rows)
-    if bad:
+            rows.append(dict(flat(json.loads(line))))
+        except (ValueError, AttributeError):  # no JSON, or JSON that is no table
+            continue
+    if bad := len(lines) - len(rows):
         notes = [*notes, f"{_count(bad, 'line')} that could not be read (no JSON table, or cut off)"]
-    lower = [{name.lower(): name for name in row} for row in rows]
-    present = {name for names in lower for name in names}
-    # The tracker's own "_step" counts its calls: a step that the trainer itself logged is the better one.
-    name = next((name for name in STEP_NAMES if name in present), None)
-    if name is None:
-        shown = ", ".join(sorted(present)[:12]) or "no fields at all"
-        raise ValueError(f"{path}: no field of steps (one of {', '.join(STEP_NAMES)}) in its lines; found: {shown}")
-    kind = "wandb" if "_step" in present else "jsonl"
-    if kind == "wandb" and name != "_step":
-        notes = [*notes, f"steps are those of {name!r}; W&B's own _step counts its calls"]
-    records: list[tuple[int, dict[str, Any]]] = []
-    facts: dict[str, Any] = {}
-    lost = 0
-    for row, names in zip(rows, lower, strict=True):
-        step = _step(row[names[name]]) if name in names else None
-        if step is not None:
-            skipped = (names[name], *(key for key in row if key.startswith("_")))
-            records.append((step, {key: value for key, value in row.items() if key not in skipped}))
-        elif name in names:
-            lost += 1
-        else:  # a line without a step, such as the settings at the head
-            facts |= {key: value for key, value in row.items() if isinstance(value, (str, int, float))}
-    if lost:
-        notes = [*notes, f"{_count(lost, 'line')} whose step is no whole number of at least 0"]
-    return _by_seed(path, kind, records, facts, notes)
+    names = dict.fromkeys(name for row in rows for name in row)
+    step = _step_name(path, names)
+    heads = (item for row in rows if step not in row for item in row.items())
+    facts = {name: value for name, value in heads if isinstance(value, (str, int, float))}
+    return _of_rows(
+        path, "wandb" if "_step" in names else "jsonl", step, [row for row in rows if step in row], facts, notes
+    )
 
 
-def _by_seed(
-    path: Path, kind: str, records: Sequence[tuple[int, Mapping[str, Any]]], facts: Mapping[str, Any],
-    notes: Sequence[str],
-) -> tuple[Log, ...]:  # fmt: skip
-    """One log, or one for each value of a field "seed". A field of words or settings that never changes is a fact."""
-    seeds = dict.fromkeys(_step(row["seed"]) for _, row in records if "seed" in row)
-    found: list[Log] = []
-    for seed in seeds or {None: None}:
-        rows = [(step, row) for step, row in records if not seeds or _step(row.get("seed")) == seed]
-        own = dict(facts) | ({} if seed is None else {"seed": seed})
-        for name in dict.fromkeys(name for _, row in rows for name in row):
-            values = list(dict.fromkeys(row[name] for _, row in rows if name in row and _hashable(row[name])))
-            word = len(values) == 1 and isinstance(values[0], str) and _number(values[0]) is None
-            if word or (len(values) == 1 and name in SHAPES and name not in ("tokens", "steps")):  # those may be counts
-                own[name] = _step(values[0]) or values[0]
-        events: list[Event] = []
-        words: dict[str, int] = {}
-        for step, row in rows:
-            for name, given in row.items():
-                value = _number(given)
-                if name == "seed" or name in own or given is None:
-                    continue
-                if value is None:
-                    words[name] = words.get(name, 0) + 1
-                else:
-                    events.append((step, name, value))
-        numbers = {name for _, name, _ in events}
-        mixed = [f"{name}: left out, as no numbers: {_count(n, 'value')}" for name, n in words.items()
-                 if name in numbers]  # fmt: skip
-        if {"train/loss", "train/lrm"} <= numbers:
-            own.setdefault("writer", "nanochat through a tracker")
-        run = f"{path.name}, seed {seed}" if len(seeds) > 1 else ""
-        found.append(_log(path, kind, events, own, [*notes, *mixed], run))
-    return tuple(found)
+def _step_name(path: Path, names: Iterable[str]) -> str:
+    lower = {name.lower(): name for name in names}
+    if step := next((lower[name] for name in STEP_NAMES if name in lower), ""):
+        return step
+    shown = ", ".join(list(lower.values())[:12])[:200]
+    raise ValueError(f"{path}: no column or field of steps (one of {', '.join(STEP_NAMES)}); it has: {shown}")
 
 
-def _hashable(value: Any) -> bool:
-    return isinstance(value, (str, int, float))
+def _of_rows(
+    path: Path, kind: str, step: str, rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any], notes: Sequence[str]
+) -> tuple[Log, ...]:
+    """One log; or one for each value of a column "seed", or for each RUN of W&B's columns "RUN - metric".
+
+    W&B's table has the least and the greatest of each point beside it: where they differ it is of several steps.
+    """
+    events: dict[str, list[Event]] = {}
+    seeds: dict[str, int] = {}
+    words: Counter[str] = Counter()
+    no_step, bins = 0, 0
+    for row in rows:
+        at, seed = _whole(row[step]), _whole(row.get("seed"))
+        if at is None:
+            no_step += 1
+            continue
+        for name, given in row.items():
+            run, _, metric = name.rpartition(" - ") if kind == "wandb" else ("", "", name)
+            if seed is not None:
+                run = f"{path.name}, seed {seed}"
+                seeds[run] = seed
+            if name in (step, "seed") or given is None or given == "" or name.startswith("_"):
+                continue
+            if metric.endswith(("__MIN", "__MAX")):
+                bins += metric.endswith("MIN") and given != row.get(name.removesuffix("MIN") + "MAX")
+            elif (value := _number(given)) is None:
+                words[name] += 1
+            else:
+                events.setdefault(run, []).append((at, metric, value))
+    found = list(notes)
+    found += [f"{_count(no_step, 'line')} whose step is no whole number of at least 0"] * bool(no_step)
+    found += [f"{_count(bins, 'value')} of bins of several steps, as the page drew them"] * bool(bins)
+    found += [f"{name}: {_count(n, 'value')} left out, as no number" for name, n in words.items()]
+    return tuple(
+        _log(path, kind, of_run, {**facts, "seed": seeds[run]} if run in seeds else facts, found, run)
+        for run, of_run in (events or {"": []}).items()
+    )
+
+
+def _read_xsalab(path: Path) -> tuple[Log, ...]:
+    """The rows of a run's folder; facts are its configuration by plain names, software and machine."""
+    live = path / "metrics.jsonl"
+
+    def table(name: str) -> dict[str, Any]:
+        file = path / f"{name}.json"
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+    try:
+        config, prints, status = (table(name) for name in ("config", "fingerprint", "status"))
+        if live.is_file():  # without what a killed process may have left of a line
+            rows = [json.loads(line) for line in live.read_text(encoding="utf-8").split("\n")[:-1] if line]
+        else:
+            rows = pq.read_table(path / "metrics.parquet").to_pylist()
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: damaged ({error})") from None
+    facts = {name.rpartition(".")[2]: value for name, value in flat(config.get("config", {}))}
+    facts |= {"writer": "xsalab", **prints.get("environment", {})}
+    facts |= {name: prints[name] for name in ("machine", "code") if name in prints}
+    facts |= {name: status[name] for name in ("steps", "state") if name in status}
+    notes = [] if facts.get("state", "finished") == "finished" else [f"the run is {facts['state']}"]
+    return _of_rows(path, "xsalab", "step", rows, facts, notes)
 
 
 # TensorBoard
 
 
-def _read_tensorboard(path: Path) -> Log:
-    """Scalars of one event file, or of all in a folder in the order of their names."""
-    try:
+def _read_tensorboard(path: Path, files: Sequence[Path]) -> Log:
+    """Scalars of event files, in the order of their names."""
+    if not files:
+        raise ValueError(f"{path}: no log in this folder: neither a run's metrics nor event files")
+    try:  # an optional dependency
         from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError:
-        raise ValueError(
-            f"{path}: event files need the package tensorboard: pip install 'xsalab[tensorboard]'"
-        ) from None
+        raise ValueError(f"{path}: needs the package tensorboard: pip install 'xsalab[tensorboard]'") from None
     events: list[Event] = []
-    files = event_files(path) if path.is_dir() else [path]
     for file in files:
-        if not file.stat().st_size:
-            raise ValueError(f"{file}: empty; there is nothing to read")
         for event in EventFileLoader(str(file)).Load():
-            if event.HasField("session_log") and event.session_log.status == event.session_log.START:
-                events.append((int(event.step), "", math.nan))  # a resumed writer purges what it wrote from here on
             for value in event.summary.value:
                 if value.HasField("tensor") and value.metadata.plugin_data.plugin_name == "scalars":
                     events.append((int(event.step), value.tag, float(make_ndarray(value.tensor).item())))
     if not events:
         raise ValueError(f"{path}: no scalars; is it an event file of TensorBoard?")
     return _log(path, "tensorboard", events, {}, ["values are float32, as event files hold them"])
-
-
-# xsalab's own runs
-
-
-def _read_xsalab(path: Path) -> Log:
-    """The rows of a run's folder. Its log is cut back when it resumes, so it never goes back."""
-    log, table = path / "metrics.jsonl", path / "metrics.parquet"
-    if log.is_file():
-        whole = log.read_text(encoding="utf-8").split("\n")[:-1]
-        rows: list[dict[str, Any]] = [json.loads(line) for line in whole if line]
-    else:
-        try:
-            rows = pq.read_table(table).to_pylist()
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ValueError(f"{table}: not a whole Parquet file ({error})") from None
-    facts: dict[str, Any] = {"writer": "xsalab"}
-    status, config, prints = (_read_json_table(path / f"{name}.json") for name in ("status", "config", "fingerprint"))
-    settings = dict(flat(config.get("config", {})))
-    for name, key in (
-        ("seed", "seed"), ("tokens", "train.tokens"), ("batch_tokens", "train.batch_tokens"),
-        ("vocab_size", "model.vocab_size"), ("context", "model.context"), ("depth", "model.depth"),
-        ("width", "model.width"), ("heads", "model.heads"), ("dtype", "train.dtype"), ("threads", "train.threads"),
-    ):  # fmt: skip
-        if key in settings:
-            facts[name] = settings[key]
-    facts |= {name: status[name] for name in ("steps", "state") if name in status}
-    facts |= {name: value for name, value in prints.get("environment", {}).items() if name not in facts}
-    facts |= {name: prints[name] for name in ("machine", "code") if name in prints}
-    events = [
-        (row["step"], name, float(value))
-        for row in rows
-        for name, value in row.items()
-        if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
-    ]
-    notes = [f"the run is {facts['state']}"] if facts.get("state") not in (None, "finished") else []
-    return _log(path, "xsalab", events, facts, notes)
-
-
-def _read_json_table(path: Path) -> dict[str, Any]:
-    """A JSON file of the folder; {} where it is not there."""
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged ({error})") from None
 
 
 def _count(n: int, word: str) -> str:
