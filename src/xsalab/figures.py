@@ -314,8 +314,9 @@ def dose_plot(row: Mapping[str, Any]) -> str:
                 f"<title>{_escape(tip)}</title></circle>"
             )
     for low, high in row["minimum"]["within"]:
+        wide = max(x(high) - x(low), 8)  # a single dose is to be seen as well
         parts.append(
-            f'<rect class="bar f-c2" x="{x(low):.1f}" y="{bottom + 24:g}" width="{max(x(high) - x(low), 3):.1f}" '
+            f'<rect class="bar f-c2" x="{(x(low) + x(high) - wide) / 2:.1f}" y="{bottom + 24:g}" width="{wide:.1f}" '
             f'height="7" rx="3"><title>{_escape(row["minimum"]["words"])}</title></rect>'
         )
     parts.append(_text(left, 18, f"Δ bits per byte against {word} = {plain_number(row['reference'])}", "strong"))
