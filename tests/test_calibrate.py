@@ -57,6 +57,8 @@ def test_it_prints_both_tables_and_ends_with_0(xsalab: Any) -> None:
     tables = [line.count("|") for line in lines if line.startswith("|")]
     assert set(tables) == {10, 9}, "as many cells in each line of a table"
     assert any(line.startswith("| bank, base: xsa - standard | 25 | interval misses the truth |") for line in lines)
+    truth = [line for line in lines if line.startswith("| simulated, normal | 40 | interval misses the truth |")]
+    assert [line.rpartition(" | ")[2] for line in truth] == ["3, 4 seeds: up to 25.0; 6, 8, 12 seeds: 0.0 to 25.0 |"]
     assert any("| positive control not found worse |  | 0.0 |" in line for line in lines)
     assert lines[-1].endswith(" passed, 0 failed")
 

@@ -172,9 +172,6 @@ def _rule(deviations: Nats) -> cal.Rule:
 
 # --- the work ---------------------------------------------------------------------------------------------------------
 
-Tally = Callable[[cal.Setting, int, np.random.Generator], Counter[cal.Key]]
-Task = tuple[Tally, cal.Setting, int, tuple[int, int]]  # what is counted, where, in how many experiments, seed of draws
-
 
 def calibrate(
     bank: Bank, *, experiments: int = 2000, jobs: int = 0, progress: Callable[[float], None] = lambda share: None
@@ -188,12 +185,12 @@ def calibrate(
     drawn, controls = bank_settings(bank)
     settings: list[cal.Setting] = [*cal.SIMULATED, *drawn]
     compared = [s for s in settings if s.rule == "two-sided" or isinstance(s, cal.BankContrast)]
-    work: list[tuple[Tally, cal.Setting]] = [
+    work: list[tuple[cal.Tally, cal.Setting]] = [
         *((cal.tally, setting) for setting in settings),
         *((cal.tally_control, setting) for setting in controls),
         *((cal.tally_methods, setting) for setting in compared),
     ]
-    tasks: list[Task] = []
+    tasks: list[cal.Task] = []
     owner: list[int] = []
     for number, (count, setting) in enumerate(work):
         for chunk, start in enumerate(range(0, experiments, CHUNK)):
@@ -228,20 +225,14 @@ def calibrate(
     }
 
 
-def do(task: Task) -> Counter[cal.Key]:
-    """One chunk of experiments; runs in a process of its own."""
-    count, setting, experiments, seed = task
-    return count(setting, experiments, np.random.default_rng(seed))
-
-
-def _carry_out(tasks: Sequence[Task], jobs: int) -> Iterator[tuple[int, Counter[cal.Key]]]:
+def _carry_out(tasks: Sequence[cal.Task], jobs: int) -> Iterator[tuple[int, Counter[cal.Key]]]:
     """Index and counts of each task as they end."""
     if jobs == 1:
-        yield from ((index, do(task)) for index, task in enumerate(tasks))
+        yield from ((index, cal.do(task)) for index, task in enumerate(tasks))
         return
     context = multiprocessing.get_context("spawn")
     with _one_thread(), ProcessPoolExecutor(jobs, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
-        futures = {pool.submit(do, task): index for index, task in enumerate(tasks)}
+        futures = {pool.submit(cal.do, task): index for index, task in enumerate(tasks)}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
@@ -283,7 +274,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     for (setting, documents, what), rows in _grouped(result["rows"], "setting", "documents", "what").items():
         by_seeds = {str(row["seeds"]): row for row in rows}
         cells = [_cell(by_seeds[s]) if s in by_seeds else "" for s in seeds]
-        lines.append(f"| {setting} | {documents} | {what} | {' | '.join(cells)} | {_allowed(rows[0])} |")
+        lines.append(f"| {setting} | {documents} | {what} | {' | '.join(cells)} | {_bands(rows)} |")
     lines += ["", "Coverage of 95 % intervals, in %:", ""]
     lines += [
         "| setting | documents | method | " + " | ".join(f"{s} seeds" for s in seeds) + " |",
@@ -312,6 +303,16 @@ def _grouped(rows: Sequence[Mapping[str, Any]], *names: str) -> dict[tuple[Any, 
 
 def _cell(row: Mapping[str, Any]) -> str:
     return f"{100 * row['rate']:.1f}" + ("" if row["passed"] else " FAIL")
+
+
+def _bands(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The band of a line, or with the seeds of each where they are not the same."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(_allowed(row), []).append(str(row["seeds"]))
+    if len(found) == 1:
+        return next(iter(found))
+    return "; ".join(f"{', '.join(seeds)} seeds: {band}" for band, seeds in found.items())
 
 
 def _allowed(row: Mapping[str, Any]) -> str:

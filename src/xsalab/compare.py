@@ -32,7 +32,7 @@ from .experiment.pairing import describe, differences, mismatch
 from .experiment.store import RunFolder
 from .figures import plain_number
 from .interop.logs import ALIASES, SHAPES, Log, Series, event_files, is_run_folder, read_logs, seed_in_name
-from .stats import Estimate, PairTable, Verdict, decide, mean_difference, sentence
+from .stats import PairTable, Verdict, decide, equivalence_interval, mean_difference, sentence
 from .stats.paired import LEAST_SEEDS
 from .stats.welch import welch
 
@@ -297,12 +297,12 @@ def _row(
     table = _table(columns, values, seeds, metric, step) if seeds else None
     diverged = sum(curve.diverged for curve in curves[0]), len(curves[0])
 
-    def estimate_of(confidence: float) -> Estimate:
-        if table is not None:
-            return mean_difference(table, confidence=confidence)
-        return welch(values[0], values[1], metric=metric, confidence=confidence)
-
-    estimate, names = estimate_of(0.95) if all(values) else None, [side.name for side in sides]
+    estimate = estimate90 = None
+    if table is not None:
+        estimate, estimate90 = mean_difference(table), equivalence_interval(table)
+    elif all(values):
+        estimate, estimate90 = (welch(*values, metric=metric, confidence=share) for share in (0.95, 0.90))
+    names = [side.name for side in sides]
     absolute = margin * abs(estimate.baseline_mean) if estimate else 1.0
     if not absolute > 0:
         raise ValueError(f"{names[1]}: its {metric} is 0, and the margin is a share of it: compare another metric")
@@ -310,7 +310,6 @@ def _row(
         verdict = Verdict("not decidable", f"every run of {names[1]} diverged", "a baseline that finishes")
         words = f"{names[0]} against {names[1]}: {verdict.reason}, {verdict}"
     else:
-        estimate90 = estimate_of(0.9) if estimate else None
         verdict = decide(estimate, margin=absolute, estimate90=estimate90, lower_is_better=lower_is_better,
                          diverged=diverged)  # fmt: skip
         if blocked and estimate:

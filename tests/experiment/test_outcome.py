@@ -15,7 +15,7 @@ from xsalab.experiment.design import Cell, Experiment
 from xsalab.experiment.outcome import outcome
 from xsalab.experiment.stages import as_run, begin_looks, plan_equal_time
 from xsalab.experiment.store import RunStore
-from xsalab.stats import look_levels
+from xsalab.stats import equivalence_interval, look_levels
 
 
 def points(values: str) -> str:
@@ -253,3 +253,21 @@ def test_a_later_measurement_changes_no_run(tmp_path: Path) -> None:
     costs = json.loads((store.folder / "timing.json").read_text(encoding="utf-8"))
     costs["costs"][0]["ratio"] = 1.5
     assert plan_equal_time(experiment, store, costs).arms["xsa@equal-time"].steps == {"base": 80}
+
+
+def test_equivalence_is_tested_with_the_interval_for_skewed_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The verdict asks ``equivalence_interval``, at the level of the look where there is one."""
+    from xsalab.experiment import outcome as module
+
+    asked: list[float] = []
+
+    def interval(pairs: Any, *, level: float) -> Any:
+        asked.append(level)
+        return equivalence_interval(pairs, level=level)
+
+    monkeypatch.setattr(module, "equivalence_interval", interval)
+    experiment, store = fake(tmp_path)
+    outcome(experiment, store)
+    assert asked == [0.05] * 4

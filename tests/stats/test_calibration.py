@@ -209,6 +209,22 @@ def test_every_question_is_counted() -> None:
     }  # fmt: skip
 
 
+def test_up_to_4_seeds_an_interval_is_judged_from_above_alone() -> None:
+    """There it is the wider of two. Beyond, the interval and the verdict of one contrast keep both ends."""
+    found = [(row.what, row.seeds) for row in cal.rows(NORMAL, {}, 1) if row.rule == "two-sided"]
+    assert sorted(found) == sorted((what, seeds) for what in (cal.COVERAGE, cal.NULL) for seeds in (6, 8, 12))
+
+
+def test_a_test_of_equivalence_that_is_too_narrow_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 % intervals in place of 90 %: `equivalent` errs in 25 %."""
+
+    def narrow(pairs: PairTable, *, level: float) -> Estimate:
+        return dataclasses.replace(mean_difference(pairs, confidence=1 - 10 * level), confidence=1 - 2 * level)
+
+    monkeypatch.setattr(cal, "equivalence_interval", narrow)
+    assert failing(NORMAL, 50) >= {cal.EQUIVALENT}
+
+
 def test_an_interval_over_documents_alone_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """F087 in the large: taken for an answer about seeds it misses, and every rule built on it errs."""
 
@@ -216,6 +232,7 @@ def test_an_interval_over_documents_alone_is_found_out(monkeypatch: pytest.Monke
         return dataclasses.replace(document_interval(pairs, confidence=confidence), decidable=True)
 
     monkeypatch.setattr(cal, "mean_difference", broken)
+    monkeypatch.setattr(cal, "equivalence_interval", lambda pairs, level: broken(pairs, confidence=1 - 2 * level))
     assert failing(NORMAL) >= {cal.COVERAGE, cal.NULL, cal.EQUIVALENT, cal.HOLM, cal.LOOKS_NULL}
 
 
@@ -234,7 +251,7 @@ def test_looks_without_correction_are_found_out(monkeypatch: pytest.MonkeyPatch)
     """The same 5 % at each of four looks is far more over all."""
     monkeypatch.setattr(cal, "look_levels", lambda seeds: Looks(tuple(seeds), 0.05, 0.05))
     setting = dataclasses.replace(NORMAL, rest_sd=0.0, document_sd=0.0)
-    assert failing(setting, 400) >= {cal.LOOKS_NULL, cal.LOOKS_EQUIVALENT}
+    assert failing(setting, 250) >= {cal.LOOKS_NULL, cal.LOOKS_EQUIVALENT}
     assert LOOKS == (4, 6, 8, 12)
 
 

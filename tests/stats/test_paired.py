@@ -363,6 +363,89 @@ def test_the_width_does_not_depend_on_the_size_of_the_effect(seeds):
     assert (moved.mean, moved.low, moved.high) == pytest.approx((e.mean + 0.4, e.low + 0.4, e.high + 0.4), rel=1e-9)
 
 
+# --- equivalence -----------------------------------------------------------------------------------------------------
+
+
+def by_hand(pairs: PairTable, level: float) -> float:
+    """How far an end moves, from the parts of x = μ + a + b + e: Johnson's term and that of E[a b e]. Equal weights."""
+    x, (s, d) = pairs.x, pairs.x.shape
+    a, b = x.mean(axis=1) - x.mean(), x.mean(axis=0) - x.mean()
+    e = x - a[:, None] - b - x.mean()
+    rest = (e**2).sum() / ((s - 1) * (d - 1))
+    variance = (max(a.var(ddof=1) * d, rest) + max(b.var(ddof=1) * s, rest) - rest) / (s * d)
+    own = stats.moment(b, 3) / d**2
+    mixed = sum(a[i] * b[j] * e[i, j] for i in range(s) for j in range(d)) / ((s - 1) * (d - 1)) / (s * d)
+    z = stats.norm.isf(level)
+    return (own * (1 + 2 * z**2) / 6 + mixed * (1 + z**2)) / variance
+
+
+@pytest.mark.parametrize("seeds", [3, 6])
+@pytest.mark.parametrize("level", [0.05, 0.0186])
+def test_equivalence_widens_the_longer_side_by_the_third_moments(seeds, level):
+    """Seeds that differ most where the effect is largest; the other end is the plain interval's."""
+    rng = np.random.default_rng(seeds)
+    b, a = rng.exponential(1, 12), rng.normal(0, 1, (seeds, 1))
+    pairs = table(b + a * (1 + b) + rng.normal(0, 0.1, (seeds, 12)))
+    shift = by_hand(pairs, level)
+    assert shift > 0
+    plain, wide = mean_difference(pairs, confidence=1 - 2 * level), xs.equivalence_interval(pairs, level=level)
+    assert (wide.low, wide.high) == pytest.approx((plain.low, plain.high + shift), rel=1e-12)
+    assert wide.method == plain.method + ", widened for skewness"
+    assert dataclasses.replace(wide, high=plain.high, method=plain.method) == plain
+    turned = xs.equivalence_interval(dataclasses.replace(pairs, baseline=pairs.treatment, treatment=pairs.baseline))
+    straight = xs.equivalence_interval(pairs)
+    assert (turned.low, turned.high) == pytest.approx((-straight.high, -straight.low), rel=1e-9)
+
+
+def test_equivalence_is_never_narrower_and_symmetric_documents_leave_it():
+    rng = np.random.default_rng(3)
+    for seeds in (3, 4, 8):
+        pairs = any_table(rng, seeds)
+        plain, wide = mean_difference(pairs, confidence=0.9), xs.equivalence_interval(pairs)
+        assert wide.low <= plain.low
+        assert wide.high >= plain.high
+    even = table(np.array([[1.0], [2.0], [4.0], [8.0], [9.0]]) + np.array([-3.0, -1.0, 1.0, 3.0]))
+    plain, wide = mean_difference(even, confidence=0.9), xs.equivalence_interval(even)
+    assert (wide.low, wide.high) == pytest.approx((plain.low, plain.high), rel=1e-12)
+
+
+@pytest.mark.parametrize("x", [[[0.1, 0.3, 0.2]], [[0.1], [0.3], [0.2]], [[0.0] * 4] * 3, [[0.1]]])
+def test_equivalence_is_the_plain_interval_where_there_are_not_both_seeds_and_documents(x):
+    """One seed, one document, no spread."""
+    assert xs.equivalence_interval(table(x)) == mean_difference(table(x), confidence=0.9)
+
+
+@pytest.mark.parametrize("level", [0, 0.5, 0.95, math.nan])
+def test_a_level_outside_0_to_one_half_is_refused(level):
+    with pytest.raises(ValueError, match="level"):
+        xs.equivalence_interval(table([[0.1, 0.2], [0.3, 0.5]]), level=level)
+
+
+def test_a_one_sided_test_errs_in_5_percent_with_skewed_documents_and_the_plain_one_in_more():
+    """60 documents with exponential effects, on which the seeds differ likewise: the truth above the upper end."""
+    rng, missed, n = np.random.default_rng(12), np.zeros(2), 1500
+    for _ in range(n):
+        b = rng.exponential(1, 60)
+        pairs = table(b + 0.3 * b * rng.normal(0, 1, (6, 1)) + rng.normal(0, 0.1, (6, 60)))
+        missed += [mean_difference(pairs, confidence=0.9).high < 1, xs.equivalence_interval(pairs).high < 1]
+    assert missed[0] / n > 0.075
+    assert missed[1] / n < 0.05 + 3 * math.sqrt(0.05 * 0.95 / n)
+
+
+def test_the_two_way_interval_is_the_primary_one_from_5_seeds_on():
+    few, many = table([[1, 2, 3, 2], [2, 4, 5, 5], [3, 6, 7, 8]]), any_table(np.random.default_rng(0))
+    assert len(many.seeds) > 4
+    assert xs.two_way_interval(many) == mean_difference(many)
+    assert xs.two_way_interval(few).method == "two-way t, seeds × documents"
+    assert xs.two_way_interval(few).half_width < mean_difference(few).half_width
+
+
+@pytest.mark.parametrize("x", [[[0.1, 0.2]], [[0.1], [0.2]]])
+def test_a_two_way_interval_needs_both_ways(x):
+    with pytest.raises(ValueError, match="2 seeds and 2 documents"):
+        xs.two_way_interval(table(x))
+
+
 # --- nothing to estimate from ----------------------------------------------------------------------------------------
 
 

@@ -26,10 +26,12 @@ from .paired import SignFlip as SignFlip
 from .paired import clopper_pearson as clopper_pearson
 from .paired import correlation as correlation
 from .paired import document_interval as document_interval
+from .paired import equivalence_interval as equivalence_interval
 from .paired import mean_difference as mean_difference
 from .paired import ratio_estimate as ratio_estimate
 from .paired import seed_interval as seed_interval
 from .paired import sign_flip as sign_flip
+from .paired import two_way_interval as two_way_interval
 from .target import Bounds as Bounds
 from .target import EqualTime as EqualTime
 from .target import MedianBounds as MedianBounds

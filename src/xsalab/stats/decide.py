@@ -1,7 +1,7 @@
 """From an interval to a word: verdicts, several contrasts at once, what an experiment can find, and the sentence.
 
     better, worse   the 95 % interval excludes 0 (several contrasts: and Holm's adjusted p is below 0.05)
-    equivalent      the 90 % interval lies inside ± margin: two one-sided tests at 5 %
+    equivalent      the 90 % interval lies inside ± margin: two one-sided tests at 5 % (``equivalence_interval``)
     both            better or worse, "below the margin"
     neither         inconclusive, with what would help
 
@@ -62,9 +62,9 @@ def decide(
 ) -> Verdict:
     """The rule at the head of this file.
 
-    estimate: with the 95 % interval; None where all pairs are lost to diverged runs. estimate90: the same pairs with
-    the 90 % interval; None leaves equivalence untested. margin: absolute, in units of the metric. adjusted_p: Holm's,
-    over the declared family. diverged: (runs of the treatment arm that diverged, its runs).
+    estimate: with the 95 % interval; None where all pairs are lost to diverged runs. estimate90: of the same pairs
+    the ``equivalence_interval``, 90 %; None leaves equivalence untested. margin: absolute, in units of the metric.
+    adjusted_p: Holm's, over the declared family. diverged: (runs of the treatment arm that diverged, its runs).
     level, equivalence_level: where looks are taken while seeds are added, the nominal levels of each look
     (``look_levels``). Then ``estimate`` has confidence 1 − level, ``estimate90`` 1 − 2·equivalence_level, and Holm's p
     is compared with level.
