@@ -715,6 +715,7 @@ def test_seeds_are_added_at_looks_until_the_cap(xsalab: Any, run: Any, write_exp
 @pytest.mark.parametrize(
     ("changes", "arguments", "words"),
     [
+        ({}, ("--max-seeds", 6), ("--max-seeds 6", "the cap of --until-decided")),
         ({}, ("--until-decided",), ("primary.contrast is empty", "--until-decided needs the contrast")),
         (
             {"primary": {"contrast": "xsa - standard"}},

@@ -210,7 +210,9 @@ def run(
     until_decided: Annotated[
         bool, typer.Option("--until-decided", help="add seeds at fixed looks until the primary contrast is decided")
     ] = False,
-    max_seeds: Annotated[int, typer.Option(help="the last look of --until-decided, declared before the runs")] = 12,
+    max_seeds: Annotated[
+        int, typer.Option(help="the last look of --until-decided, declared before the runs; 0: 12")
+    ] = 0,
     sets: Sets = None,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="metrics to TensorBoard as well")] = False,
     wandb: Annotated[bool, typer.Option("--wandb", help="metrics to W&B as well, offline by default")] = False,
@@ -222,6 +224,7 @@ def run(
     come at looks (4, 6, 8, 12), and the intervals are wider, so that the error over all looks is 5 %.
 
     Example: xsalab run experiments/quick.toml
+
     Example: xsalab run experiments/quick.toml --until-decided --max-seeds 8
     """
     from .experiment.outcome import outcome
@@ -230,6 +233,10 @@ def run(
     from .files import folder_lock, make_folder
     from .report import print_outcome, write_report
 
+    if max_seeds and not until_decided:
+        raise ValueError(
+            f"--max-seeds {max_seeds}: is the cap of --until-decided; give both, or list seeds in the file"
+        )
     written = _load(file, sets)
     store = RunStore.of(written, out)
     make_folder(store.folder)
@@ -237,7 +244,7 @@ def run(
     spent: list[dict[str, Any]] = []
     clock = {"begin": time.perf_counter()}
     with folder_lock(store.folder, "experiment"):
-        experiment = begin_looks(written, store, max_seeds) if until_decided else as_run(written, store)
+        experiment = begin_looks(written, store, max_seeds or 12) if until_decided else as_run(written, store)
         while True:
             if experiment.looks:
                 _note(f"the look at {len(experiment.seeds)} of at most {experiment.looks[-1]} seeds")

@@ -36,11 +36,11 @@ NAMES = {
 }
 READINGS = {
     "better": "Trained the same way on the same text, {arm} predicts unseen text better than {base}: it needs {size} "
-    "fewer bits for each byte, and the 95 % interval of the difference lies wholly below zero.",
+    "fewer bits for each byte, and the {ci} interval of the difference lies wholly below zero.",
     "worse": "Trained the same way on the same text, {arm} predicts unseen text worse than {base}: it needs {size} "
-    "more bits for each byte, and the 95 % interval of the difference lies wholly above zero.",
+    "more bits for each byte, and the {ci} interval of the difference lies wholly above zero.",
     "equivalent": "Whatever the difference between {arm} and {base} is, it is smaller than the margin of {margin} that "
-    "was declared before the runs as too small to matter: the 90 % interval lies inside it.",
+    "was declared before the runs as too small to matter: the {ci90} interval lies inside it.",
     "inconclusive": "These runs do not say whether {arm} is better or worse than {base}. The interval holds zero and "
     "reaches beyond the margin of {margin}. That is not the same as “no difference”: the experiment is too small "
     "to see.",
@@ -126,6 +126,7 @@ def render(content: Mapping[str, Any], curves: Losses, settings: Mapping[str, An
         settings=settings,
         points=[_point(content, curves, point, colours, beta) for point in content["points"]],
         over=_over_points(content),
+        ci90=confidence90(content),
         style=Markup(_variables() + figures.STYLE),
         data=embed(content),
         states=_states(content),
@@ -236,7 +237,12 @@ def _reading(content: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, st
         margin = f"{content['primary']['margin']:g}"
     relative = row["estimate"]["relative"] if "estimate" in row else None
     size = "" if relative is None else percent(abs(relative), signed=False)
-    names = {"arm": row["treatment"], "base": row["baseline"]}
+    names = {
+        "arm": row["treatment"],
+        "base": row["baseline"],
+        "ci": _confidence(content),
+        "ci90": confidence90(content),
+    }
     return {
         "contrast": f"{row['treatment']} against {row['baseline']}",
         "word": verdict["word"],
@@ -389,6 +395,12 @@ def _confidence(content: Mapping[str, Any]) -> str:
     return f"{100 * content['confidence']:.3g} %"
 
 
+def confidence90(content: Mapping[str, Any]) -> str:
+    """Of the interval that the two one-sided tests of equivalence make: "90 %", wider at a look."""
+    looks = content["sequential"]
+    return f"{100 * (1 - 2 * looks['one_sided']):.3g} %" if looks else "90 %"
+
+
 def further_lines(content: Mapping[str, Any]) -> list[str]:
     """Dose and response, and equal time, a line each."""
     lines: list[str] = []
@@ -454,7 +466,8 @@ def print_outcome(content: Mapping[str, Any], console: Console) -> None:
         if row["kind"] == "effect" and row.get("verdict", {}).get("advice"):
             verdict = row["verdict"]
             where = f"{row['point']}: " if len(content["points"]) > 1 else ""
-            line(f"{where}{row['treatment']}: {verdict['reason']}; what would help: {verdict['advice']}")
+            name = row["treatment"] if row["baseline"] == content["baseline"] else row["name"]
+            line(f"{where}{name}: {verdict['reason']}; what would help: {verdict['advice']}")
     for index, text in enumerate(content["unchecked"]):
         line(f"not checked: {text}" if index == 0 else f"             {text}", "dim")
     if not content["complete"]:

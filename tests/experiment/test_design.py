@@ -360,3 +360,36 @@ def test_a_precision_that_does_not_work_is_told_at_the_start(write_experiment: W
     for dtype in ("auto", "float32", "bfloat16"):
         experiment = load_experiment(write_experiment(train__dtype=dtype, train__compile=True))
         assert resolve(experiment, expand(experiment)[0]).train.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"arms__long": {"train.tokens": 2048}},
+            r"arms.long trains 8 steps and the baseline 4; .*leave out",
+        ),
+        ({"arms__wide": {"train.batch_tokens": 128}}, r"equal_time: arms.wide trains 8 steps and the baseline 4"),
+        ({"equal_time": {"slope": True}}, r"equal_time.share = 0.9 of 4 steps is no step fewer: use a smaller share"),
+    ],
+)
+def test_equal_time_is_reckoned_from_equal_steps(write_experiment: Write, changes: dict[str, Any], words: str) -> None:
+    path = write_experiment(**{"equal_time": {"rerun": True}, "controls__timing": True, **changes})
+    with pytest.raises(ValueError, match=words):
+        load_experiment(path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "arms": None,
+            "factors": {"a": {"off": {}, "on": {"variant": "xsa"}}, "b": {"off": {}, "on": {"layers": "none"}}},
+        },
+        {"factors": {"a": {"standard": {}, "xsa": {"variant": "xsa"}}, "b": {"p": {}, "q": {"optim.kind": "adamw"}}}},
+    ],
+)
+def test_two_contrasts_of_one_name_are_refused(write_experiment: Write, changes: dict[str, Any]) -> None:
+    """Two factors with the same levels, and arms beside a factor with levels of their names."""
+    with pytest.raises(ValueError, match=r"two contrasts have the name '(on - off|xsa - standard)'; rename"):
+        load_experiment(write_experiment(**changes))

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fake_runs import ARMS, CROSSED, DOSES, HEAD, fake, looked_at, timed
+from fake_runs import ARMS, CROSSED, DOSES, HEAD, fake, fake_run, looked_at, timed
 from xsalab.eval import ItemScore
-from xsalab.experiment.design import Cell, Experiment
+from xsalab.experiment.design import Cell, Experiment, expand
 from xsalab.experiment.outcome import outcome
-from xsalab.experiment.stages import as_run, begin_looks, plan_equal_time
+from xsalab.experiment.reading import load_experiment
+from xsalab.experiment.stages import as_run, begin_looks, declare, plan_equal_time
 from xsalab.experiment.store import RunStore
 from xsalab.stats import equivalence_interval, look_levels
 
@@ -81,7 +82,7 @@ def test_points_with_other_documents_meet_in_their_totals(tmp_path: Path) -> Non
             del scores["d0"]
             run.write_scores([ItemScore("bpb", item, *score) for item, score in scores.items()])
     trend = combined(outcome(experiment, store), "xsa - standard over train.tokens")
-    assert trend["estimate"]["method"] == "t over seeds (one document)"
+    assert trend["estimate"]["method"] == "t over seeds (one total)"
     assert trend["estimate"]["df"] == 5
 
 
@@ -271,3 +272,110 @@ def test_equivalence_is_tested_with_the_interval_for_skewed_documents(
     experiment, store = fake(tmp_path)
     outcome(experiment, store)
     assert asked == [0.05] * 4
+
+
+# What a reader must be told
+
+
+def test_a_diverged_baseline_leaves_no_verdict_on_quality(tmp_path: Path) -> None:
+    """The mean over the pairs that are left flatters whoever diverged, on either side."""
+    experiment, store = fake(
+        tmp_path, change=lambda cell: {"state": "diverged"} if (cell.arm, cell.seed) == ("standard", 1) else {}
+    )
+    row = outcome(experiment, store)["contrasts"][0]
+    assert row["verdict"]["word"] == "diverged"
+    assert row["verdict"]["reason"].startswith("1 of 6 runs of standard diverged")
+    assert "on condition that both runs finish" in row["sentence"]
+
+
+def test_the_family_does_not_shrink_when_an_arm_is_lost(tmp_path: Path) -> None:
+    """Two contrasts were declared: the one that is left pays for both."""
+    experiment, store = fake(tmp_path, change=lambda cell: {"state": "diverged"} if cell.arm == "half" else {})
+    first, second, *_ = outcome(experiment, store)["contrasts"]
+    assert second["verdict"]["word"] == "diverged"
+    assert first["adjusted_p"] == pytest.approx(min(1, 2 * first["estimate"]["p"]))
+
+
+def declared(folder: Path, before: str, after: str) -> dict[str, Any]:
+    """The outcome after the text ``before`` of the file, with which the runs began, was turned into ``after``."""
+    experiment, store = fake(folder, change=lambda cell: {"state": "waiting"})
+    declare(experiment, store)
+    for cell in expand(experiment):
+        fake_run(experiment, store, cell, {"state": "finished", "step": 9, "steps": 9, "resumes": 0})
+    text = experiment.path.read_text(encoding="utf-8")
+    assert before in text
+    experiment.path.write_text(text.replace(before, after, 1), encoding="utf-8")
+    changed = load_experiment(experiment.path)
+    declare(changed, store)  # changes nothing any more
+    return outcome(changed, store)
+
+
+def test_a_contrast_that_is_declared_after_the_runs_is_told(tmp_path: Path) -> None:
+    said = declared(tmp_path, "[model]", '[primary]\ncontrast = "half - standard"\nmargin = 0.5\n[model]')
+    assert said["changed"] == {"primary.contrast": ["", "half - standard"], "primary.margin": [0.001, 0.5]}
+    assert "primary.margin = 0.5 was not declared before the runs: they began with 0.001" in said["warnings"]
+
+
+def test_a_seed_that_is_taken_out_after_the_runs_is_told(tmp_path: Path) -> None:
+    said = declared(tmp_path, "seeds = [0, 1, 2, 3, 4, 5]", "seeds = [0, 1, 3, 4, 5]")
+    assert said["left_out"] == [f"base.{arm}.s2" for arm in ("half", "null", "positive", "standard", "xsa")]
+    assert any(
+        "5 runs are there that the file no longer names, and are left out: base.half.s2" in w for w in said["warnings"]
+    )
+
+
+def test_looks_that_are_declared_after_runs_are_told(tmp_path: Path) -> None:
+    toml = HEAD + '[primary]\ncontrast = "xsa - standard"\n' + ARMS
+    written, store = fake(tmp_path, toml)
+    experiment = begin_looks(written, store, 8)
+    said = outcome(experiment, store)
+    assert any("the looks were declared when 12 runs had ended" in warning for warning in said["warnings"])
+
+
+def test_a_curve_of_a_sequential_experiment_is_as_wide_as_its_look(tmp_path: Path) -> None:
+    toml = HEAD + '[primary]\ncontrast = "alpha-1 - alpha-0"\n' + DOSES
+    written, store = fake(tmp_path, toml)
+    fixed = outcome(written, store)["doses"][0]["points"][2]
+    looked = outcome(begin_looks(written, store, 6), store)
+    assert looked["doses"][0]["points"][2]["confidence"] == looked["confidence"] > fixed["confidence"]
+
+
+def test_an_arm_that_is_added_later_has_its_rerun_too(tmp_path: Path) -> None:
+    experiment, store = timed(tmp_path, 1.25)
+    costs = json.loads((store.folder / "timing.json").read_text(encoding="utf-8"))
+    text = experiment.path.read_text(encoding="utf-8").replace(
+        "[controls]", "[arms.late]\nvariant = 'xsa'\nalpha = 0.5\n[controls]"
+    )
+    experiment.path.write_text(text, encoding="utf-8")
+    costs["costs"].append({**costs["costs"][0], "arm": "late", "ratio": 2.0})
+    arms = plan_equal_time(as_run(load_experiment(experiment.path), store), store, costs).arms
+    assert arms["late@equal-time"].steps == {"base": 50}
+    assert arms["xsa@equal-time"].steps == {"base": 80}
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("sequential", "{"), ("sequential", "[]"), ("sequential", '{"looks": [4], "seeds": [0, 1, 2, 3]}'),
+        ("sequential", '{"looks": [], "seeds": [], "reached": 0}'),
+        ("sequential", '{"looks": [4, 6], "seeds": [0, 1, 2, 3, 4, 5], "reached": 5}'),
+        ("equal_time", "[]"), ("equal_time", '{"ratios": 3}'),
+        ("equal_time", '{"arms": {"a": {"of": "xsa", "against": "standard", "steps": "x"}}}'),
+    ],
+)  # fmt: skip
+def test_a_damaged_record_is_named(tmp_path: Path, file: str, content: str) -> None:
+    experiment, store = fake(tmp_path)
+    (store.folder / f"{file}.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"{file}.json: damaged"):
+        as_run(experiment, store)
+
+
+def test_a_primary_interaction_at_several_points_names_the_point(tmp_path: Path) -> None:
+    primary = '[primary]\ncontrast = "(xsa - standard) x (adamw - muon)"\n'
+    experiment, store = fake(tmp_path, HEAD + primary + CROSSED + points("204800 409600"))
+    assert [line.partition(":")[0] for line in outcome(experiment, store)["headline"]] == ["t204800", "t409600"]
+
+
+def test_a_family_without_a_primary_contrast_has_a_headline(tmp_path: Path) -> None:
+    experiment, store = fake(tmp_path, HEAD + '[primary]\nfamily = ["(xsa - standard) x (adamw - muon)"]\n' + CROSSED)
+    assert outcome(experiment, store)["headline"][0].startswith("xsa − standard under adamw")

@@ -59,7 +59,7 @@ def estimate_row(estimate: Estimate) -> dict[str, Any]:
 
 
 def dose_responses(
-    experiment: Experiment, store: RunStore, scores: Callable[[RunFolder], Scores]
+    experiment: Experiment, store: RunStore, scores: Callable[[RunFolder], Scores], confidence: float
 ) -> list[dict[str, Any]]:
     """The curve of every factor of at least three numbers, at each point and each setting of the other factors."""
     found: list[dict[str, Any]] = []
@@ -84,7 +84,7 @@ def dose_responses(
                     factor.values, joined.seeds, joined.items, joined.values.transpose(1, 0, 2), joined.weights,
                     joined.metric.name, joined.unit, 0, joined.metric.item_word, word,
                 )  # fmt: skip
-                response = dose_response(table)
+                response = dose_response(table, confidence=confidence)
                 row |= plain(response)
                 row["points"] = [estimate_row(estimate) for estimate in response.points]
                 row["seed_values"] = [weighted_sum(joined, _against_first(k, len(arms))).differences.tolist()
@@ -115,7 +115,11 @@ def _lost(joined: Joined) -> dict[str, list[int]]:
 
 
 def equal_times(
-    experiment: Experiment, store: RunStore, costs: Mapping[str, Any], scores: Callable[[RunFolder], Scores]
+    experiment: Experiment,
+    store: RunStore,
+    costs: Mapping[str, Any],
+    scores: Callable[[RunFolder], Scores],
+    confidence: float,
 ) -> list[dict[str, Any]]:
     """Of each arm against the baseline at each point: Δ by the baseline's slope, and the time to the target.
 
@@ -135,7 +139,7 @@ def equal_times(
         row: dict[str, Any] = {"point": point.name, "arm": arm, "baseline": experiment.baseline}
         row |= {key: cost[key] for key in ("ratio", "low", "high")}
         if wanted.slope:
-            row["slope"] = _by_slope(experiment, store, point.name, arm, cost, scores)
+            row["slope"] = _by_slope(experiment, store, point.name, arm, cost, scores, confidence)
         row["target"] = _target(experiment, store, point.name, arm, costs)
         found.append(row)
     return found
@@ -148,6 +152,7 @@ def _by_slope(
     arm: str,
     cost: Mapping[str, Any],
     scores: Callable[[RunFolder], Scores],
+    confidence: float,
 ) -> dict[str, Any] | None:
     baseline = experiment.baseline
     shorter = shorter_name(experiment)
@@ -158,6 +163,7 @@ def _by_slope(
     estimate = equal_time_by_slope(
         weighted_sum(dataclasses.replace(joined, values=joined.values[:2]), (1.0, -1.0)), joined.values[2],
         ratio=cost["ratio"], ratio_low=cost["low"], ratio_high=cost["high"], share=steps,
+        confidence=confidence,
     )  # fmt: skip
     return {**plain(estimate), **_lost(joined)}
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -435,7 +436,10 @@ def scales_of(experiment: Experiment) -> dict[str, list[float]]:
 
 def check_declared(experiment: Experiment) -> None:
     """ValueError where ``primary`` names a contrast that the experiment does not have."""
-    known = list(dict.fromkeys(c.name for c in (*contrasts(experiment), *combinations(experiment))))
+    every = [(c.name, c.point) for c in (*contrasts(experiment), *combinations(experiment))]
+    if twice := [name for name, count in Counter(every).items() if count > 1]:
+        raise ValueError(f"{experiment.path}: two contrasts have the name {twice[0][0]!r}; rename a level or an arm")
+    known = list(dict.fromkeys(name for name, _ in every))
     for field_name, names in (("contrast", [experiment.primary.contrast]), ("family", experiment.primary.family)):
         for name in names:
             if name and name not in known:

@@ -23,6 +23,7 @@ from .command_run import CommandTask
 from .design import Cell, Experiment, declared_factors, expand, resolve
 from .plugins import read_plugins
 from .run import Event, RunTask, run_cell
+from .stages import declare
 from .store import RunStore
 
 
@@ -33,6 +34,7 @@ def begin_experiment(
     store = RunStore.of(experiment, out)
     make_folder(store.folder)
     write_atomic(store.folder / "experiment.toml", experiment.text)
+    declare(experiment, store)
     if experiment.command:
         working_folder(experiment)
         return store, []

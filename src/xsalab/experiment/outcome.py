@@ -9,6 +9,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..config import dump
@@ -33,6 +34,7 @@ from .analyses import dose_responses, equal_times, estimate_row, remembered_scor
 from .command import unchecked
 from .design import Arm, Cell, Combination, Contrast, Experiment, combinations, contrasts, expand, resolve
 from .pairing import PairSet, Scores, pairs, twin_agrees
+from .stages import changed_since, runs_before_looks
 from .store import RunFolder, RunStore
 from .timing import measured_costs
 
@@ -96,8 +98,8 @@ def outcome(experiment: Experiment, store: RunStore) -> dict[str, Any]:
         "contrasts": rows[: len(two_arms)],
         "combinations": rows[len(two_arms) :],
         # the curve's minimum is what is looked for, so a metric whose maximum is best has no curve
-        "doses": dose_responses(experiment, store, scores) if experiment.metric.lower_is_better else [],
-        "equal_time": equal_times(experiment, store, costs, scores),
+        "doses": dose_responses(experiment, store, scores, confidence) if experiment.metric.lower_is_better else [],
+        "equal_time": equal_times(experiment, store, costs, scores, confidence),
         "twin": twin_agrees(experiment, store) if "twin" in experiment.arms else None,
         "costs": costs,
         "runs": runs,
@@ -107,16 +109,26 @@ def outcome(experiment: Experiment, store: RunStore) -> dict[str, Any]:
         "environments": _environments(store, cells),
         "corpora": _corpora(store),
         "unchecked": unchecked(experiment),
+        "changed": {name: list(values) for name, values in changed_since(experiment, store).items()},
+        "left_out": _left_out(store, cells),
+        "runs_before_looks": runs_before_looks(store),
         "toml": experiment.text,
     }
     shares = all(level["mean"] > 0 for level in content["levels"])
     for row, pair in zip(rows, found, strict=True):
         trend = pair.contrast
         if isinstance(trend, Combination) and trend.kind == "trend" and pair.table is not None and shares:
-            row["relative_trend"] = _relative_trend(experiment, store, trend, content["levels"], scores)
+            row["relative_trend"] = _relative_trend(experiment, store, trend, content["levels"], scores, confidence)
     content["headline"] = headline(content)
     content["warnings"] = _warnings(content)
     return content
+
+
+def _left_out(store: RunStore, cells: Sequence[Cell]) -> list[str]:
+    """Names of runs that ended and that the experiment no longer names: another seed, arm or point."""
+    named = {cell.name for cell in cells}
+    folders = sorted(path for path in (store.folder / "runs").glob("*") if path.is_dir() and path.name not in named)
+    return [path.name for path in folders if RunFolder(path).state in ("finished", "diverged")]
 
 
 def _sequential(experiment: Experiment, levels: Looks | None) -> dict[str, Any] | None:
@@ -142,10 +154,13 @@ def _holm(experiment: Experiment, found: Sequence[PairSet], estimates: Sequence[
     declared = [i for i, pair in enumerate(found) if in_family(experiment, pair.contrast)]
     at_equal_time = [i for i, pair in enumerate(found) if pair.contrast.kind == "equal time"]
     for family in (declared, at_equal_time):
-        values = [(i, estimate.p) for i in family if (estimate := estimates[i]) is not None and estimate.p is not None]
-        if len(values) > 1:
-            for (i, _), p in zip(values, holm([p for _, p in values]), strict=True):
-                adjusted[i] = float(p)
+        # what cannot be tested stays in the family, which would otherwise shrink when a run is lost
+        values = [
+            1.0 if estimate is None or estimate.p is None else estimate.p
+            for estimate in map(estimates.__getitem__, family)
+        ]
+        for i, p in zip(family, holm(values), strict=True) if len(family) > 1 else ():
+            adjusted[i] = float(p) if (estimate := estimates[i]) is not None and estimate.p is not None else None
     return adjusted
 
 
@@ -172,7 +187,10 @@ def _contrast(
         left, _, right = contrast.words.partition(" against ")
         sides = left, right
     outside = contrast.kind not in ("null", "positive", "equal time") and not in_family(experiment, contrast)
-    lost = len(pair.diverged_treatment), len(pair.seeds) + len(pair.diverged_treatment)
+    lost, whose = len(pair.diverged_treatment), ""
+    if not lost and pair.diverged_baseline:  # the right side is an arm too, and a mean over the rest flatters it
+        lost, whose = len(pair.diverged_baseline), f" of {pair.contrast.terms[-1].arm}"
+    lost = lost, len(pair.seeds) + lost
     verdict: Verdict | None = None
     if estimate is not None and table is not None:
         margin = _margin(experiment, estimate)
@@ -209,6 +227,8 @@ def _contrast(
     elif lost[0]:
         verdict = decide(None, margin=1.0, estimate90=None, diverged=lost)
     row["exploratory"] = outside
+    if verdict is not None and verdict.word == "diverged" and whose:
+        verdict = replace(verdict, reason=verdict.reason.replace(" runs diverged", f" runs{whose} diverged"))
     if verdict is not None:
         row["verdict"] = {**vars(verdict), "text": str(verdict)}
         metric = experiment.metric.name + (" for each doubling" if contrast.kind == "trend" else "")
@@ -234,6 +254,7 @@ def _relative_trend(
     trend: Combination,
     levels: Sequence[Mapping[str, Any]],
     scores: Callable[[RunFolder], Scores],
+    confidence: float,
 ) -> dict[str, float | None]:
     """The slope of the relative difference, a share of the baseline's metric for each doubling.
 
@@ -244,7 +265,7 @@ def _relative_trend(
     shares = {level["point"]: 1 / level["mean"] for level in levels if level["arm"] == baseline}
     table = pairs(experiment, store, trend, scores=scores, scale=shares).table
     assert table is not None, "the trend has an estimate"
-    estimate = mean_difference(table)
+    estimate = mean_difference(table, confidence=confidence)
     return {"mean": estimate.mean, "low": estimate.low, "high": estimate.high}
 
 
@@ -337,14 +358,19 @@ def _corpora(store: RunStore) -> list[dict[str, Any]]:
 
 def headline(content: Mapping[str, Any]) -> list[str]:
     """The primary contrast with its verdict, one sentence a point, with its cost and the null control beside it."""
-    lines = [row["sentence"] for row in content["combinations"] if row["primary"] and "sentence" in row]
+    many = len(content["points"]) > 1
+    lines = [
+        f"{row['point']}: {row['sentence']}" if many and row["point"] else row["sentence"]
+        for row in content["combinations"]
+        if row["primary"] and "sentence" in row
+    ]
     for point in content["points"] if not lines else ():
         rows = [row for row in content["contrasts"] if row["point"] == point]
-        effects = [row for row in rows if row["kind"] == "effect"]
+        effects = [row for row in rows if row["kind"] == "effect" and "sentence" in row]
         main = next((row for row in effects if row["primary"]), effects[0] if effects else None)
-        if main is None or "sentence" not in main:
+        if main is None:
             continue
-        text = main["sentence"] if len(content["points"]) == 1 else f"{point}: {main['sentence']}"
+        text = f"{point}: {main['sentence']}" if many else main["sentence"]
         for cost in content["costs"].get("costs", []):
             if (cost["point"], cost["arm"]) == (point, main["treatment"]) and main["baseline"] == content["baseline"]:
                 text += f"; step time × {cost['ratio']:.3f}"
@@ -352,6 +378,8 @@ def headline(content: Mapping[str, Any]) -> list[str]:
         if null is not None and null["estimate"]["half_width"] is not None:
             text += f"; null control {plus_minus(null['estimate']['mean'], null['estimate']['half_width'])}"
         lines.append(text)
+    if not lines:  # a declared family of combinations alone
+        lines = [row["sentence"] for row in content["combinations"] if "sentence" in row][:1]
     if looks := content["sequential"]:
         lines = [f"{line} ({_look_in_words(looks)})" for line in lines]
     return lines
@@ -387,6 +415,19 @@ def _warnings(content: Mapping[str, Any]) -> list[str]:
             found.append(f"{where}{row['name']}: seeds {row['unfinished']} are not finished")
         if row["diverged_baseline"]:
             found.append(f"{where}the baseline {row['baseline']} diverged at seeds {row['diverged_baseline']}")
+    for row in content["combinations"]:
+        if row["unfinished"]:
+            found.append(f"{row['name']}: of seeds {row['unfinished']} a run is not finished")
+    for name, (before, now) in content["changed"].items():
+        found.append(f"{name} = {now!r} was not declared before the runs: they began with {before!r}")
+    if names := content["left_out"]:
+        shown = ", ".join(names[:6]) + (", …" if len(names) > 6 else "")
+        found.append(f"{len(names)} runs are there that the file no longer names, and are left out: {shown}")
+    if content["runs_before_looks"]:
+        found.append(
+            f"the looks were declared when {content['runs_before_looks']} runs had ended: the error of 5 % over all "
+            "looks holds only if nobody had seen them"
+        )
     if content["twin"] is False:
         found.append(
             "the twin differs: one cell run twice does not agree to the bit, this machine is not deterministic"

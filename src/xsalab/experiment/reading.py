@@ -24,6 +24,7 @@ from .design import (
     CONTROLS,
     SECTIONS,
     Arm,
+    Cell,
     Controls,
     EqualTime,
     Experiment,
@@ -34,6 +35,7 @@ from .design import (
     check_declared,
     expand,
     resolve,
+    tested_arms,
 )
 from .factors import Crossing, cross
 
@@ -106,6 +108,7 @@ def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool =
         check_declared(experiment)
         return experiment
     check_declared(experiment)
+    _check_equal_time(experiment)
     for cell in expand(experiment):
         if cell.seed == seeds[0]:
             run = resolve(experiment, cell)
@@ -138,6 +141,29 @@ def _crossing(tables: Mapping[str, Any], points: Sequence[Point], path: Path, co
     depths = {dict(point.sets).get("model.depth", model.depth) for point in points}
     depth = depths.pop() if len(depths) == 1 else None
     return cross(_table(tables, "factors", path), tuple(SECTIONS), depth, f"{path}: factors")
+
+
+def _check_equal_time(experiment: Experiment) -> None:
+    """Equal time compares arms of equal steps, and needs fewer of them to compare with."""
+    wanted = experiment.equal_time
+    if not (wanted.rerun or wanted.slope):
+        return
+    for point in experiment.points:
+        steps = {
+            arm: resolve(experiment, Cell(point.name, arm, experiment.seeds[0])).train.steps
+            for arm in tested_arms(experiment)
+        }
+        base = steps[experiment.baseline]
+        if other := [arm for arm, count in steps.items() if count != base]:
+            raise ValueError(
+                f"{experiment.path}: equal_time: arms.{other[0]} trains {steps[other[0]]} steps and the baseline "
+                f"{base}; equal time is reckoned from equal steps: leave out equal_time, or that arm"
+            )
+        if wanted.slope and round(wanted.share * base) >= base:
+            raise ValueError(
+                f"{experiment.path}: equal_time.share = {wanted.share:g} of {base} steps is no step fewer: "
+                "use a smaller share, or train longer"
+            )
 
 
 def _check_sizes(run: RunConfig, where: str, null: bool) -> None:

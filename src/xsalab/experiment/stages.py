@@ -1,9 +1,10 @@
 """What is decided while an experiment runs: more seeds at fixed looks, more runs for equal time.
 
+declared.json      what the experiment is about, written before the first run and never after
 sequential.json    the looks, all seeds up to the cap, and how many of them were reached; written before the first run
 equal_time.json    the step-time ratios as measured, and the further runs that follow from them; written once
 
-Both are facts of the experiment from then on: every verb reads them through ``as_run``.
+They are facts of the experiment from then on: every verb reads them through ``as_run``.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from ..config import build, config, dump
 from ..files import write_atomic
 from ..stats.looks import looks_up_to
-from .design import Arm, Cell, Experiment, resolve, tested_arms
+from .design import Arm, Cell, Experiment, expand, resolve, tested_arms
 from .store import RunStore
 from .timing import measured_costs
 
@@ -25,15 +28,16 @@ DECIDED = ("better", "worse", "equivalent", "diverged")
 
 def as_run(experiment: Experiment, store: RunStore) -> Experiment:
     """The experiment with the seeds and further runs that were decided since its file was written."""
-    if looks := _read(store.folder / "sequential.json"):
-        expected = _seeds_up_to(experiment, looks["looks"][-1], store.folder / "sequential.json")
-        if list(expected) != looks["seeds"]:
+    path = store.folder / "sequential.json"
+    if path.is_file():
+        known = _read_looks(path)
+        expected = _seeds_up_to(experiment, known.looks[-1], path)
+        if expected != known.seeds:
             raise ValueError(
-                f"{experiment.path}: seeds = {list(experiment.seeds)}: the experiment began with {looks['seeds']}; "
+                f"{experiment.path}: seeds = {list(experiment.seeds)}: the experiment began with {list(known.seeds)}; "
                 "restore them, or give the experiment another name"
             )
-        seeds = expected[: looks["reached"]]
-        experiment = dataclasses.replace(experiment, seeds=seeds, looks=tuple(looks["looks"]))
+        experiment = dataclasses.replace(experiment, seeds=expected[: known.reached], looks=known.looks)
     return _with_further_runs(experiment, store)
 
 
@@ -44,10 +48,9 @@ def _with_further_runs(experiment: Experiment, store: RunStore) -> Experiment:
         shorter = {p.name: max(1, round(share * _steps(experiment, p.name, baseline))) for p in experiment.points}
         name = shorter_name(experiment)
         arms[name] = _further(experiment, name, baseline, "", shorter)
-    if stored := _read(store.folder / "equal_time.json"):
-        for name, arm in stored["arms"].items():
-            if arm["of"] in arms and arm["against"] in arms:
-                arms[name] = _further(experiment, name, arm["of"], arm["against"], arm["steps"])
+    for name, further in _read_planned(store.folder / "equal_time.json").arms.items():
+        if further.of in arms and further.against in arms:
+            arms[name] = _further(experiment, name, further.of, further.against, further.steps)
     return dataclasses.replace(experiment, arms=arms)
 
 
@@ -60,13 +63,63 @@ def _further(experiment: Experiment, name: str, of: str, against: str, steps: Ma
     return dataclasses.replace(experiment.arms[of], name=name, of=of, against=against, steps=dict(steps))
 
 
-def _read(path: Path) -> dict[str, Any]:
+@config
+class _Looks:
+    """sequential.json. ``before``: runs that had ended when the looks were declared."""
+
+    looks: tuple[int, ...]
+    seeds: tuple[int, ...]
+    reached: int
+    before: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.looks or self.reached not in self.looks or len(self.seeds) != self.looks[-1]:
+            raise ValueError("looks, seeds and reached do not belong together")
+
+
+@config
+class _Ratio:
+    point: str
+    arm: str
+    ratio: float
+    low: float
+    high: float
+    steps: int
+
+
+@config
+class _Further:
+    of: str
+    against: str
+    steps: Mapping[str, int]
+
+
+@config
+class _Planned:
+    """equal_time.json."""
+
+    ratios: tuple[_Ratio, ...] = ()
+    arms: Mapping[str, _Further] = field(default_factory=dict[str, _Further])
+
+
+def _read_looks(path: Path) -> _Looks:
+    return build(_Looks, _table(path), f"{path}: damaged; give the experiment another name")
+
+
+def _read_planned(path: Path) -> _Planned:
+    if not path.is_file():
+        return _Planned()
+    return build(_Planned, _table(path), f"{path}: damaged; delete it to plan these runs again")
+
+
+def _table(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
+        content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: damaged ({error}); delete it, and give the experiment another name") from None
+        raise ValueError(f"{path}: damaged ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: damaged: no table")
+    return content
 
 
 def _steps(experiment: Experiment, point: str, arm: str) -> int:
@@ -86,16 +139,23 @@ def begin_looks(experiment: Experiment, store: RunStore, max_seeds: int) -> Expe
         raise ValueError(
             f"{experiment.path}: primary.contrast is empty: --until-decided needs the contrast that is to be decided"
         )
-    if known := _read(path):
-        if known["looks"][-1] != max_seeds:
+    if path.is_file():
+        if (cap := _read_looks(path).looks[-1]) != max_seeds:
             raise ValueError(
-                f"--max-seeds {max_seeds}: this experiment was begun with a cap of {known['looks'][-1]} seeds, and its "
+                f"--max-seeds {max_seeds}: this experiment was begun with a cap of {cap} seeds, and its "
                 "boundaries hold for that cap alone; give the same, or another name to the experiment"
             )
         return as_run(experiment, store)
     looks = looks_up_to(max_seeds)
-    _write_looks(path, looks, _seeds_up_to(experiment, max_seeds, path), looks[0])
+    ended = sum(store.run(cell).state in ("finished", "diverged") for cell in expand(experiment))
+    _write_looks(path, _Looks(looks, _seeds_up_to(experiment, max_seeds, path), looks[0], ended))
     return as_run(experiment, store)
+
+
+def runs_before_looks(store: RunStore) -> int:
+    """How many runs had ended when the looks were declared: 0 where they were declared before the first."""
+    path = store.folder / "sequential.json"
+    return _read_looks(path).before if path.is_file() else 0
 
 
 def next_look(experiment: Experiment, store: RunStore) -> Experiment | None:
@@ -104,14 +164,13 @@ def next_look(experiment: Experiment, store: RunStore) -> Experiment | None:
     if not later:
         return None
     path = store.folder / "sequential.json"
-    known = _read(path)
-    _write_looks(path, experiment.looks, known["seeds"], later[0])
-    return dataclasses.replace(experiment, seeds=tuple(known["seeds"][: later[0]]))
+    known = dataclasses.replace(_read_looks(path), reached=later[0])
+    _write_looks(path, known)
+    return dataclasses.replace(experiment, seeds=known.seeds[: later[0]])
 
 
-def _write_looks(path: Path, looks: tuple[int, ...], seeds: Any, reached: int) -> None:
-    content = {"looks": list(looks), "seeds": list(seeds), "reached": reached}
-    write_atomic(path, json.dumps(content, indent=1))
+def _write_looks(path: Path, known: _Looks) -> None:
+    write_atomic(path, json.dumps(dump(known), indent=1))
 
 
 def _seeds_up_to(experiment: Experiment, count: int, path: Path) -> tuple[int, ...]:
@@ -126,6 +185,29 @@ def _seeds_up_to(experiment: Experiment, count: int, path: Path) -> tuple[int, .
     return (*given, *(seed for seed, _ in zip(others, range(count - len(given)), strict=False)))
 
 
+# What was declared
+
+
+def declare(experiment: Experiment, store: RunStore) -> None:
+    """Stores what the experiment is about, as long as no run has begun."""
+    if not any((store.folder / "runs").glob("*")):
+        write_atomic(store.folder / "declared.json", json.dumps(_declaration(experiment), indent=1))
+
+
+def changed_since(experiment: Experiment, store: RunStore) -> dict[str, tuple[Any, Any]]:
+    """Field -> (declared before the runs, now), of what was changed; {} where nothing is known of it."""
+    path = store.folder / "declared.json"
+    if not path.is_file():
+        return {}
+    before, now = _table(path), _declaration(experiment)
+    return {name: (before.get(name), value) for name, value in now.items() if before.get(name) != value}
+
+
+def _declaration(experiment: Experiment) -> dict[str, Any]:
+    primary = {f"primary.{name}": value for name, value in dump(experiment.primary).items()}
+    return {**primary, "baseline": experiment.baseline, "lower_is_better": experiment.metric.lower_is_better}
+
+
 def decided(content: Mapping[str, Any]) -> bool:
     """Whether ``outcome`` gives the primary contrast a verdict at every point."""
     rows = [row for row in (*content["contrasts"], *content["combinations"]) if row["primary"]]
@@ -138,36 +220,38 @@ def decided(content: Mapping[str, Any]) -> bool:
 def plan_equal_time(experiment: Experiment, store: RunStore, costs: Mapping[str, Any]) -> Experiment:
     """Adds the further runs of equal time: the slower of an arm and the baseline again, its steps divided by the ratio.
 
-    costs: what ``measure_costs`` stored. The ratios are taken once, on a quiet machine: a later measurement changes no
-    run. A ratio that does not change the number of steps asks for no run.
+    costs: what ``measure_costs`` stored. The ratio of an arm is taken once, on a quiet machine: a later measurement
+    changes no run. A ratio that does not change the number of steps asks for no run.
     """
     path = store.folder / "equal_time.json"
-    if not experiment.equal_time.rerun or path.is_file() or costs["busy"]:
+    if not experiment.equal_time.rerun or costs["busy"]:
         return _with_further_runs(experiment, store)
-    arms: dict[str, dict[str, Any]] = {}
-    ratios: list[dict[str, Any]] = []
+    known = _read_planned(path)
+    arms, ratios = dict(known.arms), list(known.ratios)
+    taken = {(ratio.point, ratio.arm) for ratio in ratios}
     for cost in costs["costs"]:
-        if cost["arm"] not in tested_arms(experiment):
+        if cost["arm"] not in tested_arms(experiment) or (cost["point"], cost["arm"]) in taken:
             continue
         point, arm, ratio = cost["point"], cost["arm"], cost["ratio"]
         slower, faster = (arm, experiment.baseline) if ratio > 1 else (experiment.baseline, arm)
         steps = _steps(experiment, point, slower)
         fewer = max(1, round(steps / max(ratio, 1 / ratio)))
         name = f"{slower}@equal-time" if slower == arm else f"{slower}@equal-time-{arm}"
-        ratios.append({key: cost[key] for key in ("point", "arm", "ratio", "low", "high")} | {"steps": fewer})
+        ratios.append(_Ratio(point, arm, ratio, cost["low"], cost["high"], fewer))
         if fewer < steps:
-            arms.setdefault(name, {"of": slower, "against": faster, "steps": {}})["steps"][point] = fewer
-    write_atomic(path, json.dumps({"ratios": ratios, "arms": arms}, indent=1))
+            others = arms[name].steps if name in arms else {}
+            arms[name] = _Further(slower, faster, {**others, point: fewer})
+    write_atomic(path, json.dumps(dump(_Planned(tuple(ratios), arms)), indent=1))
     return _with_further_runs(experiment, store)
 
 
 def usable_costs(experiment: Experiment, store: RunStore) -> bool:
     """Whether the step times need no measuring: they are there, and quiet where runs are still to follow from them."""
     costs = measured_costs(experiment, store)
-    waits = experiment.equal_time.rerun and not (store.folder / "equal_time.json").is_file()
+    waits = experiment.equal_time.rerun and len(equal_time_ratios(store)) < len(costs.get("costs", ())) - 1
     return bool(costs) and not (waits and costs["busy"])
 
 
 def equal_time_ratios(store: RunStore) -> list[dict[str, Any]]:
     """The step-time ratios that the further runs were planned with."""
-    return _read(store.folder / "equal_time.json").get("ratios", [])
+    return [vars(ratio) for ratio in _read_planned(store.folder / "equal_time.json").ratios]
