@@ -17,6 +17,7 @@ import pytest
 from scipy import signal, stats
 
 from xsalab.compare import compare, lines, read_side
+from xsalab.stats import PairTable, mean_difference
 
 A = (2.51, 2.48, 2.50, 2.47, 2.52)
 B = (2.56, 2.55, 2.53, 2.57, 2.58)
@@ -427,6 +428,111 @@ def test_a_diverged_run_of_an_arm_is_its_verdict(arms: Path) -> None:
     run_folder(arms, "xsa", 5, state="diverged")
     run_folder(arms, "standard", 5)
     assert only(compare(f"{arms}:xsa", f"{arms}:standard"))["verdict"]["word"] == "diverged"
+
+
+@pytest.mark.parametrize("rows", [[{"step": 0, "loss": 6.0}, {"step": 1, "diverged": True}], [{"step": 0}], []])
+def test_a_run_that_diverged_before_its_first_validation_is_the_verdict(arms: Path, rows: list[Any]) -> None:
+    """It has no val_bpb at all, and counts."""
+    run_folder(arms, "standard", 5)
+    path = run_folder(arms, "xsa", 5, state="diverged")
+    (path / "scores.parquet").unlink()
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    content = compare(f"{arms}:xsa", f"{arms}:standard")
+    assert only(content)["verdict"]["word"] == "diverged"
+    assert only(content)["verdict"]["diverged"] == (1, 6)
+    assert only(content)["seeds"] == [0, 1, 2, 3, 4]
+    assert has(content, "base.xsa.s5 diverged")
+
+
+def test_a_fingerprint_that_is_not_whole_is_named(arms: Path) -> None:
+    (arms / "runs" / "base.xsa.s3" / "fingerprint.json").write_text('{"config": 3}')
+    with pytest.raises(ValueError, match=r"base.xsa.s3/fingerprint.json: no table 'config'; delete the run's folder"):
+        compare(f"{arms}:xsa", f"{arms}:standard")
+
+
+# ---------------------------------------------------------------------------------------------- a user's own trainer
+
+ITEMS = {"easy": 1.0, "hard": 3.0, "odd": 2.0}
+
+
+def command_folder(
+    experiment: Path, arm: str, seed: int, *, scored: bool = True, logged: bool = True, state: str = "finished"
+) -> tuple[float, list[float]]:
+    """A run of engine = "command" as xsalab leaves it; returns its value and its scores, before their division."""
+    folder = experiment / "runs" / f"base.{arm}.s{seed}"
+    folder.mkdir(parents=True)
+    draw = np.random.default_rng([seed, len(arm)])
+    scores = [w * (2 + 0.1 * seed + 0.01 * draw.normal() - 0.3 * (arm == "fast")) for w in ITEMS.values()]
+    value = sum(scores) / sum(ITEMS.values())
+    config = {"seed": seed, "arm": arm, "point": "base", "options": [arm], "env": {}, "command": {
+        "run": ["x"], "folder": ".", "metrics": {}, "scores": "s.jsonl" * scored, "unit": "", "metric": "loss",
+    }}  # fmt: skip
+    fingerprint = {
+        "config": config, "start": {}, "environment": {"device": "cpu0"}, "code": "the command's own", "machine": "m0",
+        "plugins": {},
+    }  # fmt: skip
+    status: dict[str, Any] = {"state": state, "step": 2 if logged else 0}
+    if state == "finished":
+        status |= {"value": value, "weights": "w"}
+        rows = zip(ITEMS.items(), scores, strict=True) if scored else [(("run", 1.0), value)]
+        table = [{"task": "command", "item": item, "value": v, "weight": w} for (item, w), v in rows]
+        pq.write_table(pa.Table.from_pylist(table), folder / "scores.parquet")
+    log = [{"step": s, "loss": 9.0 if scored else value + 2 - s, "lr": 0.1} for s in range(3)] if logged else []
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+    for name, content in (("config", {"config": config}), ("fingerprint", fingerprint), ("status", status)):
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return value, scores
+
+
+@pytest.mark.parametrize("logged", [True, False])
+@pytest.mark.parametrize("scored", [True, False])
+def test_runs_of_a_command_are_compared_by_their_results(tmp_path: Path, scored: bool, logged: bool) -> None:
+    """Their final values, over seeds × items where they have scores, whatever was logged by step."""
+    found = {arm: [command_folder(tmp_path / "lab", arm, seed, scored=scored, logged=logged) for seed in range(4)]
+             for arm in ("fast", "plain")}  # fmt: skip
+    content = compare(f"{tmp_path / 'lab'}:fast", f"{tmp_path / 'lab'}:plain", metric="loss")
+    row = only(content)
+    assert row["paired"]
+    assert row["verdict"]["word"] == "better"
+    assert row["treatment_values"] == pytest.approx([value for value, _ in found["fast"]])
+    gaps = [a - b for (a, _), (b, _) in zip(found["fast"], found["plain"], strict=True)]
+    assert row["differences"] == pytest.approx(gaps)
+    assert row["estimate"]["items"] == (3 if scored else 1)
+    if scored:
+        plain, fast = (np.array([scores for _, scores in found[arm]]) for arm in ("plain", "fast"))
+        sizes = np.array(list(ITEMS.values()))
+        expected = mean_difference(PairTable((0, 1, 2, 3), tuple(ITEMS), plain, fast, sizes, "loss", 1.0, "items"))
+        assert (row["estimate"]["low"], row["estimate"]["high"]) == pytest.approx((expected.low, expected.high))
+        assert row["estimate"]["item_word"] == "items"
+    for words in ("smoothing", "how many steps were planned", "training loss is of one batch"):
+        assert not has(content, words)
+
+
+def test_a_commands_metric_is_named_where_another_is_asked_for(tmp_path: Path) -> None:
+    for arm in ("fast", "plain"):
+        command_folder(tmp_path / "lab", arm, 0, logged=False)
+    with pytest.raises(ValueError, match=r"no metric 'val_bpb'; it holds: loss; name one with --metric"):
+        compare(f"{tmp_path / 'lab'}:fast", f"{tmp_path / 'lab'}:plain")
+
+
+def test_commands_that_scored_other_items_decide_nothing(tmp_path: Path) -> None:
+    for arm in ("fast", "plain"):
+        for seed in range(4):
+            command_folder(tmp_path / "lab", arm, seed)
+    path = tmp_path / "lab" / "runs" / "base.fast.s2" / "scores.parquet"
+    pq.write_table(pq.read_table(path).slice(1), path)
+    row = only(compare(f"{tmp_path / 'lab'}:fast", f"{tmp_path / 'lab'}:plain", metric="loss"))
+    assert (row["verdict"]["word"], row["verdict"]["reason"]) == ("not decidable", "they were scored on other items")
+
+
+@pytest.mark.parametrize("logged", [True, False])
+def test_a_command_that_diverged_is_the_verdict(tmp_path: Path, logged: bool) -> None:
+    for arm in ("fast", "plain"):
+        for seed in range(4):
+            lost = arm == "fast" and seed == 3
+            command_folder(tmp_path / "lab", arm, seed, logged=logged, state="diverged" if lost else "finished")
+    row = only(compare(f"{tmp_path / 'lab'}:fast", f"{tmp_path / 'lab'}:plain", metric="loss"))
+    assert (row["verdict"]["word"], row["seeds"]) == ("diverged", [0, 1, 2])
 
 
 # ---------------------------------------------------------------------------------------------- the verb

@@ -25,7 +25,9 @@ from rich.table import Table
 from rich.text import Text
 
 from .align import align
+from .config import flat
 from .experiment.analyses import estimate_row
+from .experiment.command import UNIT
 from .experiment.design import config_differences
 from .experiment.outcome import plus_minus
 from .experiment.pairing import describe, differences, mismatch
@@ -65,7 +67,26 @@ class Run:
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
         """Of a run in a folder of xsalab's; {} for other logs, and where it is not there."""
-        return RunFolder(self.log.path).read("fingerprint") if self.log.kind == "xsalab" else {}
+        folder = RunFolder(self.log.path)
+        there = self.log.kind == "xsalab" and (self.log.path / "fingerprint.json").is_file()
+        return folder.fingerprint() if there else {}
+
+    @property
+    def command(self) -> Mapping[str, Any]:
+        """``[command]`` of a run that a user's own trainer made; {} of others."""
+        return self.fingerprint.get("config", {}).get("command", {})
+
+    def gives(self, metric: str) -> bool:
+        """Whether the metric is the result of a command's run."""
+        return bool(self.command) and self.log.name_of(metric) == self.command["metric"]
+
+    def unit(self, metric: str) -> float | None:
+        """Of the scores of items that the metric is the mean of; None where there are none."""
+        if not (self.log.path / "scores.parquet").is_file():
+            return None
+        if self.command:
+            return UNIT[self.command["unit"]] if self.command["scores"] and self.gives(metric) else None
+        return math.log(2) if "rows" in self.fingerprint and metric == "val_bpb" else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +125,7 @@ def read_side(spec: str) -> Side:
     one = known == [path]
     chosen = [child for child in known if one or called(child.name)]
     waiting = [run for run in chosen if is_run_folder(run) and RunFolder(run).state not in ("finished", "diverged")]
-    logs = [log for child in chosen if child not in waiting for log in read_logs(child)]
+    logs = [log for child in chosen if child not in waiting for log in _read(child)]
     runs = [Run(log) for log in logs if not one or called(log.run)]
     notes = f"left out, as not finished: {', '.join(child.name for child in waiting)}" if waiting else ""
     if not runs:
@@ -114,6 +135,34 @@ def read_side(spec: str) -> Side:
     _refuse_mixture(spec, runs)
     runs.sort(key=lambda run: -1 if run.seed is None else run.seed)
     return Side(which or path.name or str(path), tuple(runs), (notes,) if notes else ())
+
+
+def _read(path: Path) -> tuple[Log, ...]:
+    """The logs of a place. Of a command's run its result is the last value of its metric, whatever it logged."""
+    run = RunFolder(path)
+    stored = run.read("fingerprint").get("config") if is_run_folder(path) else None
+    command = stored.get("command", {}) if isinstance(stored, dict) else {}
+    if not command and not (is_run_folder(path) and run.state == "diverged" and not _has_values(run)):
+        return read_logs(path)
+    if _has_values(run):
+        (log,) = read_logs(path)
+    else:  # scores alone, or broken down before the first value
+        content, status = run.fingerprint(), run.status
+        facts = {name.rpartition(".")[2]: value for name, value in flat(content["config"])}
+        facts |= {"writer": "xsalab", **content["environment"], "machine": content["machine"], "code": content["code"]}
+        facts |= {name: status[name] for name in ("steps", "state") if name in status}
+        log = Log(path, "xsalab", {}, facts, run=path.name)
+    if command and run.state == "finished":
+        name, held = command["metric"], log.series.get(command["metric"])
+        points = dict(zip(held.steps.tolist(), held.values.tolist(), strict=True)) if held else {}
+        points = dict(sorted((points | {run.status["step"]: run.status["value"]}).items()))
+        series = Series(np.array(list(points), np.int64), np.array(list(points.values()), np.float64))
+        log = replace(log, series={**log.series, name: series})
+    return (log,)
+
+
+def _has_values(run: RunFolder) -> bool:
+    return any(isinstance(value, float) for row in run.metrics() for value in row.values())
 
 
 def _inside(path: Path) -> list[Path]:
@@ -167,8 +216,11 @@ class Curve:
 def _curve(run: Run, metric: str, said: list[str]) -> Curve:
     """said: what a reader must know of it is added there."""
     log = run.log
-    series, name = log.pick(metric), str(log.name_of(metric))  # names those that are there where this one is not
-    if len(series) and _is_loss(name):
+    if log.facts.get("state") == "diverged" and log.name_of(metric) is None:  # it broke down before its first value
+        series, name = Series(np.empty(0, np.int64), np.empty(0)), metric
+    else:
+        series, name = log.pick(metric), str(log.name_of(metric))  # names those that are there where this one is not
+    if len(series) and _is_loss(name) and not run.gives(metric):
         aligned = align(log, metric=metric)
         series = aligned.logged if aligned.train is None else aligned.train
         if aligned.smoothing is None:
@@ -183,6 +235,8 @@ def _curve(run: Run, metric: str, said: list[str]) -> Curve:
     planned = log.facts.get("steps")
     if broken:
         said.append(f"{run.name} diverged and is in no mean")
+    elif run.gives(metric):
+        pass  # it has ended, and this is its result
     elif not isinstance(planned, int):
         said.append(f"{run.name} does not say how many steps were planned: its last value may not be of its end")
     elif series.steps[-1] < planned - 1:
@@ -218,6 +272,7 @@ def compare(
     metric = next((name for name, known in ALIASES.items() if metric.lower() in (name, *known)), metric)
     seeds, why, differs = _pairing(sides)
     blocked = _blocked(sides, metric, differs)
+    result = all(run.gives(metric) for side in sides for run in side.runs)
     row = partial(_row, sides, curves, seeds, blocked, metric, lower_is_better, margin)
     rows = [row(None)]
     whole = [curve for column in curves for curve in column if not curve.diverged]
@@ -231,7 +286,8 @@ def compare(
         "sides": [{"name": side.name, "runs": [run.name for run in side.runs]} for side in sides],
         "comparisons": rows,
         "differs": {name: [repr(left), repr(right)] for name, (left, right) in differs.items()},
-        "cannot_vouch": [*_vouch(sides, seeds, why, metric, rows[0]["estimate"], differs), *dict.fromkeys(said)],
+        "cannot_vouch": [*_vouch(sides, seeds, why, metric, rows[0]["estimate"], differs, result),
+                         *dict.fromkeys(said)],
     }  # fmt: skip
 
 
@@ -277,6 +333,9 @@ def _blocked(sides: tuple[Side, Side], metric: str, differs: Mapping[str, Any]) 
     """Why no verdict can be given whatever the numbers; "" where one can."""
     if "evaluation" in differs and not _is_loss(metric):
         return "they were scored on other validation text"
+    runs = [run for side in sides for run in side.runs if run.command and run.unit(metric)]
+    if runs and any(_weights(run) != _weights(runs[0]) for run in runs):
+        return "they were scored on other items"
     words = [side.facts("vocab_size") for side in sides]
     if "loss" in metric and all(words) and words[0] != words[1]:
         return f"a loss for each token of vocabularies of {words[0][0]} and {words[1][0]} tokens"
@@ -330,17 +389,22 @@ def _table(
     step: int | None,
 ) -> PairTable:  # fmt: skip
     """Documents where all runs have their scores of the same ones, else one value a run."""
-    folders = [[curve.run.log.path / "scores.parquet" for curve in column] for column in columns]
-    own = all("rows" in curve.run.fingerprint for column in columns for curve in column)
-    if own and metric == "val_bpb" and step is None and all(file.is_file() for column in folders for file in column):
-        scores = [[RunFolder(file.parent).scores() for file in column] for column in folders]
-        weights = {item: weight for item, (_, weight) in scores[0][0].items()}
-        if all({item: w for item, (_, w) in run.items()} == weights for column in scores for run in column):
+    runs = [[curve.run for curve in column] for column in columns]
+    units = {run.unit(metric) for column in runs for run in column}
+    if step is None and len(units) == 1 and (unit := units.pop()):
+        weights, word = _weights(runs[0][0]), "items" if runs[0][0].command else "documents"
+        if all(_weights(run) == weights for column in runs for run in column):
+            scores = [[RunFolder(run.log.path).scores() for run in column] for column in runs]
             treatment, baseline = (np.array([[run[i][0] for i in weights] for run in column]) for column in scores)
             sizes = np.array(list(weights.values()))
-            return PairTable(tuple(seeds), tuple(weights), baseline, treatment, sizes, metric, math.log(2))
+            return PairTable(tuple(seeds), tuple(weights), baseline, treatment, sizes, metric, unit, word)
     treatment, baseline = (np.array(column)[:, None] for column in values)
     return PairTable(tuple(seeds), ("run",), baseline, treatment, np.ones(1), metric, 1.0, item_word="logged values")
+
+
+def _weights(run: Run) -> dict[str, float]:
+    """Item -> weight, of a run with scores."""
+    return {item: weight for item, (_, weight) in RunFolder(run.log.path).scores().items()}
 
 
 # What it cannot vouch for
@@ -348,7 +412,7 @@ def _table(
 
 def _vouch(
     sides: tuple[Side, Side], seeds: Sequence[int], why: str, metric: str, estimate: Mapping[str, Any] | None,
-    differs: Mapping[str, Any],
+    differs: Mapping[str, Any], result: bool,
 ) -> list[str]:  # fmt: skip
     said = [] if seeds else [f"not paired: {why}"]
     for side in sides:
@@ -376,7 +440,7 @@ def _vouch(
         said.append(f"one change: the sides differ in {', '.join(changes)}, and Δ is of all of these together")
     if estimate is not None and estimate["items"] == 1:
         said.append("no scores of single documents: the interval is over runs only, another text may say otherwise")
-    if _is_loss(metric):
+    if _is_loss(metric) and not result:
         said.append("a training loss is of one batch: it says less than a validation value")
     return said
 

@@ -214,6 +214,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "two sources": ({"command__metrics": {"jsonl": "a", "pattern": "(?P<loss>x)"}}, r"give either jsonl.* or pattern"),
     "no group": ({"command__metrics": {"pattern": r"step (?P<step>\d+)"}}, r"names no metric"),
     "no expression": ({"command__metrics": {"pattern": "("}}, r"no regular expression"),
+    "scores elsewhere": (
+        {"command__scores": "/elsewhere/scores.jsonl"},
+        r"command: scores = '/elsewhere/scores.jsonl': a file in {out}, which is each run's own",
+    ),
+    "scores above": ({"command__scores": "a/../../s.jsonl"}, r"scores = 'a/../../s.jsonl': a file in {out}"),
+    "metrics above": ({"command__metrics": {"jsonl": "../m.jsonl"}}, r"jsonl = '../m.jsonl': a file in {out}"),
+    "metrics on a drive": ({"command__metrics": {"jsonl": "C:\\m.jsonl"}}, r"jsonl = 'C:.*': a file in {out}"),
+    "metrics as folder": ({"command__metrics": {"jsonl": "."}}, r"jsonl = '.': a file in {out}"),
     "unit": ({"command__unit": "bits"}, r"unit = 'bits': is that of scores"),
     "minutes": ({"command__minutes": -1}, r"minutes = -1.0: a time limit, or 0"),
     "unknown field": ({"command__fodler": "."}, r"unknown field fodler = '.'; did you mean 'folder'"),
@@ -313,6 +321,63 @@ def test_rows_without_a_step_take_the_one_before_or_their_number() -> None:
     assert (rows.last, rows.repeated) == ({"a": 3.0, "b": 4.0}, 0)
     with pytest.raises(ValueError, match=r"there, line 3: step = 1.5 is no whole number from 0"):
         rows.add({"step": 1.5}, "there, line 3")
+
+
+CONSOLE = r"step (?P<step>\S+) \| loss: (?P<loss>\S+) \| tok/sec: (?P<speed>\S+)"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1.5", 1.5), ("1.5,", 1.5), ("-2e-3", -0.002), (".5", 0.5), ("1,5", None), ("1_5", None), ("1,062", None)],
+)
+def test_a_number_with_a_comma_is_no_number(text: str, value: float | None, write: Write, tmp_path: Path) -> None:
+    """1,5 may be 1.5 or 15: refused with the text. A comma that ends the number belongs to the sentence."""
+    print_ = f"print('step 3 | loss: {text} | tok/sec: 1,062')"
+    path = write(print_, command__metrics={"pattern": CONSOLE}, seeds=[0])
+    if value is None:
+        note = r"no number \(a comma may mean two things\), in" if "," in text else "no number, in"
+        with pytest.raises(ValueError, match=rf"loss = '{text}' is {note} the line 'step 3 \| loss: {text}"):
+            carry_out(path)
+        return
+    _, store = carry_out(path)
+    run = store.run(Cell("base", "plain", 0))
+    assert run.status["value"] == value
+    assert run.metrics() == [{"step": 3, "loss": value}]  # the speed, which nobody asked for, is left out
+
+
+def test_only_the_metric_that_is_asked_for_must_be_readable(write: Write) -> None:
+    """nanochat's "tok/sec: 1,062" ends no run; a thousand steps with a separator are a thousand."""
+    print_ = "print('step 999 | loss: 2.5 | tok/sec: 1,062')\nprint('step 1,000 | loss: 1.5 | tok/sec: 900')"
+    _, store = carry_out(write(print_, command__metrics={"pattern": CONSOLE}, seeds=[0]))
+    rows = store.run(Cell("base", "plain", 0)).metrics()
+    assert rows == [{"step": 999, "loss": 2.5}, {"step": 1000, "loss": 1.5, "speed": 900.0}]
+
+
+@pytest.mark.parametrize("step", ["1,5", "1_5", "1.5", "-1", "x"])
+def test_a_step_that_is_no_whole_number_is_named(step: str, write: Write) -> None:
+    path = write(f"print('step {step} | loss: 2.5 | tok/sec: 1')", command__metrics={"pattern": CONSOLE}, seeds=[0])
+    with pytest.raises(ValueError, match=f"step = '{step}' is no whole number from 0"):
+        carry_out(path)
+
+
+@pytest.mark.parametrize("text", ["1,5", "1_5", "1.5"])
+def test_a_text_for_the_metric_is_refused_and_for_others_left_out(text: str, write: Write) -> None:
+    """In JSON lines too: a value in quotes is no number, whatever it looks like."""
+    trainer = TRAINER.replace('"lr": 0.1', f'"lr": "{text}"')
+    _, store = carry_out(write(trainer, seeds=[0]))
+    assert all("lr" not in row for row in store.run(Cell("base", "plain", 0)).metrics())
+    with pytest.raises(ValueError, match=rf"metrics.jsonl, line 1: loss = '{text}' is no number.*without quotes"):
+        carry_out(write(TRAINER.replace('"loss": final + 2 - step', f'"loss": "{text}"'), seeds=[0, 1]))
+
+
+def test_a_command_that_ignores_its_seed_decides_nothing(write: Write) -> None:
+    """Every seed gives one and the same loss, in both arms: no verdict, equal arms or not."""
+    for shift in ("shift", "0"):
+        trainer = TRAINER.replace("final = sum(items) / 4", f"final = 2.0 + {shift}")
+        path = write(trainer, name=f"still-{shift}")
+        row = result(path)["contrasts"][0]
+        assert row["verdict"]["word"] == "not decidable"
+        assert row["verdict"]["reason"] == "no spread: every seed gave the same result; are the seeds in use?"
 
 
 SCORES = 'open(out / "scores.jsonl", "a")'

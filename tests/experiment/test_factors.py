@@ -38,6 +38,18 @@ def test_numbers_are_doses_and_words_are_not() -> None:
     assert found.factors[1].levels == ("all", "first-2")
 
 
+def test_numbers_that_six_digits_do_not_tell_apart_have_all_of_theirs() -> None:
+    """Each is a level of its own; the names of others stay short."""
+    found = crossed({"alpha": [0.5, 0.5000001, 0.25], "train": {"tokens": [1_000_000, 1_000_001, 2_000_000]}})
+    assert found.factors[0].levels == ("alpha-0_5", "alpha-0_5000001", "alpha-0_25")
+    assert found.factors[1].levels == ("tokens-1000000", "tokens-1000001", "tokens-2e06")
+    assert len(found.arms) == 9
+
+
+def test_a_switch_is_no_number() -> None:
+    assert crossed({"on": [True, 1]}).factors[0].levels == ("on-on", "on-1")
+
+
 def test_a_factor_of_one_level_is_in_every_arm_and_in_no_name() -> None:
     found = crossed({"attention": {"xsa": {"variant": "xsa"}}, "alpha": [0.0, 1.0]})
     assert found.arms == {"alpha-0": {"variant": "xsa", "alpha": 0.0}, "alpha-1": {"variant": "xsa", "alpha": 1.0}}
@@ -74,6 +86,9 @@ def test_layer_studies(study: str, expected: dict[str, str]) -> None:
         ({"alpha": 0.5}, r"factors.alpha = 0.5: a factor is a list of values"),
         ({"layers": "some"}, r"factors.layers = 'some': .*leave-one-out"),
         ({"alpha": [0.5, 0.5]}, r"factors.alpha = .*a level is there twice"),
+        ({"alpha": [0.0, -0.0, 1.0]}, r"a level is there twice: 0.0 and -0.0 are one number"),
+        ({"alpha": [1, 0.5, 1.0]}, r"a level is there twice: 1 and 1.0 are one number"),
+        ({"layers": ["a b", "a-b"]}, r"'a b' and 'a-b' would have one name, a-b; write a table of levels"),
         ({"alpha": []}, r"factors.alpha = \[\]: a factor is a list"),
         ({"a": {"x": {"alpha": 1.0}, "y": {"alpha": 0.5}}, "alpha": [0, 1]}, r"level alpha-0 sets alpha, as another"),
         ({"a": {"p": {}, "p-q": {}}, "b": {"q-r": {}, "r": {}}}, "two combinations have the name 'p-q-r'"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -139,8 +140,49 @@ def test_seeds_of_two_plugin_texts_are_not_pooled(done: Any) -> None:
 def test_scores_of_other_documents_are_refused(done: Any) -> None:
     run = done.folder("xsa", 1)
     scores = [{"task": "bpb", "item": item, "value": v, "weight": w} for item, (v, w) in run.scores().items()]
+    first = re.escape(repr(scores[0]["item"]))
     write_rows(run.path / "scores.parquet", scores[1:])
-    with pytest.raises(ValueError, match="xsa, seed 1: scored on other documents"):
+    with pytest.raises(ValueError, match=f"xsa, seed 1: scored on other documents: {first} is in seed 0 alone"):
+        outcome(done.experiment, done.store)
+    scores[1]["weight"] += 1
+    write_rows(run.path / "scores.parquet", scores)
+    second = re.escape(repr(scores[1]["item"]))
+    with pytest.raises(ValueError, match=f"xsa, seed 1: scored on other documents: {second} has weight .* in seed 1, "):
+        outcome(done.experiment, done.store)
+
+
+def test_arms_scored_on_other_documents_are_refused(done: Any) -> None:
+    """Every seed of one arm alike: the message names the arms, the seed and the first document."""
+    for seed in (0, 1, 2):
+        run = done.folder("xsa", seed)
+        scores = [{"task": "bpb", "item": item, "value": v, "weight": w} for item, (v, w) in run.scores().items()]
+        write_rows(run.path / "scores.parquet", scores[1:])
+    item = re.escape(repr(scores[0]["item"]))
+    words = f"xsa and standard, seed 0: scored on different documents: {item} is in standard alone"
+    with pytest.raises(ValueError, match=words):
+        outcome(done.experiment, done.store)
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"config": 3}'], ids=["missing", "empty", "damaged"])
+def test_a_fingerprint_that_is_not_whole_is_one_message(content: str, done: Any) -> None:
+    path = done.folder("xsa", 1).path / "fingerprint.json"
+    if content:
+        path.write_text(content, encoding="utf-8")
+    else:
+        path.unlink()
+    with pytest.raises(ValueError, match=r"base.xsa.s1/fingerprint.json: .*; delete the run's folder to run it again"):
+        outcome(done.experiment, done.store)
+
+
+def test_a_status_without_its_value_is_one_message(done: Any) -> None:
+    done.folder("xsa", 1).write("status", {"state": "finished"})
+    with pytest.raises(ValueError, match=r"base.xsa.s1/status.json: a finished run without its value; delete"):
+        outcome(done.experiment, done.store)
+
+
+def test_missing_scores_are_one_message(done: Any) -> None:
+    (done.folder("xsa", 1).path / "scores.parquet").unlink()
+    with pytest.raises(ValueError, match=r"base.xsa.s1/scores.parquet: missing: .*; delete the run's folder"):
         outcome(done.experiment, done.store)
 
 

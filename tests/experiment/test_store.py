@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,3 +128,59 @@ def test_a_damaged_table_is_named(run: RunFolder) -> None:
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(ValueError, match=r"scores.parquet: not a whole Parquet file"):
         read_parquet(path)
+
+
+def test_scores_that_are_missing_say_so(run: RunFolder) -> None:
+    """Not the path alone: what is missing, and the remedy."""
+    with pytest.raises(ValueError, match=r"scores.parquet: missing: .*score of each item; delete the run's folder"):
+        run.scores()
+    write_rows(run.path / "scores.parquet", [{"item": "a", "value": 1.0}])
+    with pytest.raises(ValueError, match=r"scores.parquet: no column 'weight'; delete the run's folder"):
+        run.scores()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"state": "finished"}, "a finished run without its value"),
+        ({"state": "finished", "val_bpb": None}, "a finished run without its value"),
+        ({"state": "done"}, "state = 'done'"),
+        ({"state": ["finished"]}, r"state = \['finished'\]"),
+    ],
+    ids=str,
+)
+def test_a_status_that_is_not_whole_is_named(content: dict[str, Any], words: str, run: RunFolder) -> None:
+    run.write("status", content)
+    with pytest.raises(ValueError, match=rf"status.json: {words}; delete the run's folder to run it again"):
+        _ = run.state
+
+
+@pytest.mark.parametrize("value", ["val_bpb", "value"])
+def test_a_finished_run_has_its_value_under_either_name(value: str, run: RunFolder) -> None:
+    run.write("status", {"state": "finished", value: 2})
+    assert run.status[value] == 2
+
+
+WHOLE: dict[str, Any] = {
+    "config": {"a": 1}, "start": {}, "plugins": {}, "environment": {}, "code": "c", "machine": "m",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "missing"),
+        ({}, "empty"),
+        ({"config": 3}, "no table 'config'"),
+        ({**WHOLE, "start": 3}, "no table 'start'"),
+        ({key: value for key, value in WHOLE.items() if key != "machine"}, "no 'machine'"),
+    ],
+    ids=str,
+)
+def test_a_fingerprint_that_is_not_whole_is_named(content: Any, words: str, run: RunFolder) -> None:
+    if content is not None:
+        run.write("fingerprint", content)
+    with pytest.raises(ValueError, match=rf"fingerprint.json: {words}; delete the run's folder to run it again"):
+        run.fingerprint()
+    run.write("fingerprint", WHOLE)
+    assert run.fingerprint() == WHOLE

@@ -219,10 +219,19 @@ def test_words_from_six_seeds_of_documents(shift, spread, word):
 
 
 def test_an_arm_equal_to_the_baseline_to_the_bit_is_equivalent():
-    """α = 0 everywhere: no spread and no difference."""
-    e, v = judge(pairs(np.zeros((4, 6))), margin=0.001)
+    """α = 0 everywhere: no spread and no difference, of runs that do differ from seed to seed."""
+    values = 0.8 + 0.01 * np.arange(4)[:, None] * np.ones(6)
+    still = pairs(np.zeros((4, 6)))
+    e, v = judge(dataclasses.replace(still, baseline=values, treatment=values), margin=0.001)
     assert v.word == "equivalent"
     assert sentence("xsa", "standard", e, v) == "xsa against standard: Δ bpb 0 ± 0 over 4 seeds, equivalent"
+
+
+def test_equal_arms_that_no_seed_moves_decide_nothing():
+    """Four times one run shows no equivalence."""
+    _, v = judge(pairs(np.zeros((4, 6))), margin=0.001)
+    assert v.word == "not decidable"
+    assert v.reason == "no spread: every seed gave the same result; are the seeds in use?"
 
 
 def test_seeds_that_repeat_one_number_decide_nothing():

@@ -18,6 +18,7 @@ import xsalab.stats as xs
 from xsalab.stats import PairTable, mean_difference
 
 LN2 = math.log(2)
+MOVING = np.arange(1.0, 5)[:, None] * np.ones(5)  # values of 4 seeds and 5 documents
 
 
 def table(x, *, weights=None, baseline=None, unit=1.0, metric="bpb", seeds=None) -> PairTable:
@@ -446,6 +447,26 @@ def test_a_two_way_interval_needs_both_ways(x):
         xs.two_way_interval(table(x))
 
 
+@pytest.mark.parametrize("documents", [1, 3])
+@pytest.mark.parametrize("moving", ["baseline", "treatment"])
+def test_one_arm_that_moves_over_seeds_is_spread_enough(documents, moving):
+    """A baseline without any chance in it, say: only where no arm moves are the seeds not in use."""
+    still = np.ones((4, documents))
+    other = still + np.arange(4)[:, None] / 10
+    arms = {"baseline": still, "treatment": still, moving: other}
+    items = tuple(str(k) for k in range(documents))
+    e = mean_difference(PairTable((0, 1, 2, 3), items, weights=np.ones(documents), metric="m", unit=1.0, **arms))
+    assert e.decidable
+    assert "seeds in use" not in e.note
+
+
+def test_a_negative_baseline_leaves_the_sign_of_the_relative_difference():
+    """Of a log-likelihood of −2 that falls by 0.5 the relative difference is −25 %, not +25 %."""
+    pairs = PairTable((0, 1, 2), ("a",), [[-2.0]] * 3, [[-2.5], [-2.4], [-2.6]], np.ones(1), "ll", 1.0)
+    e = mean_difference(pairs)
+    assert (e.mean, e.relative) == pytest.approx((-0.5, -0.25))
+
+
 # --- nothing to estimate from ----------------------------------------------------------------------------------------
 
 
@@ -454,14 +475,20 @@ def test_a_two_way_interval_needs_both_ways(x):
     [
         (table([[0.3]]), "not testable (n=1)", None, False),
         (table([[0.0]]), "not testable (n=1)", None, False),
-        (table([[0.1], [0.1]]), "no spread: every seed gave the same difference", None, False),
+        (table([[0.1], [0.1]], baseline=[[1.0], [2.0]]), "no spread: every seed gave the same diff", None, False),
+        (table([[0.1], [0.1]]), "no spread: every seed gave the same result", None, False),
         (table([[0.1]] * 4, baseline=np.arange(1.0, 5)[:, None]), "no spread: every seed gave the same", None, False),
-        (table([[0.0] * 5] * 4), "no spread: every seed gave the same difference", 1.0, True),
+        (table([[0.0] * 5] * 4, baseline=MOVING), "no spread: every seed gave the same difference", 1.0, True),
+        (table([[0.0] * 5] * 4), "no spread: every seed gave the same result; are the seeds in use?", 1.0, False),
+        (table([[0.0]] * 4), "no spread: every seed gave the same result; are the seeds in use?", 1.0, False),
         (table([[0.1, 0.1, 0.1]]), "no spread: all differences are equal", None, False),
-        (table([[0.1, 0.2, 0.1]] * 5), "no spread: every seed gave the same difference", "a number", False),
+        (table([[0.1, 0.2, 0.1]] * 5), "no spread: every seed gave the same result", "a number", False),
     ],
-    ids=["one-number", "one-zero", "two-pairs", "rounded", "equal-arms", "one-seed-flat", "seeds-not-in-use"],
-)
+    ids=[
+        "one-number", "one-zero", "two-pairs", "two-still-pairs", "rounded", "equal-arms", "equal-still-arms",
+        "equal-still-numbers", "one-seed-flat", "seeds-not-in-use",
+    ],
+)  # fmt: skip
 def test_no_spread_is_said_and_never_nan(pairs, note, p, decidable):
     """F164: "not testable (n=1)" or "no spread", and no NaN."""
     for confidence in (0.9, 0.95):

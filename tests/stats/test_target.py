@@ -119,6 +119,12 @@ def test_ratios_are_of_partners_and_bounds_where_a_time_is_censored():
     ready(result)
 
 
+def test_ends_that_print_alike_are_one_number():
+    """Never "from 1.1 to 1.1"."""
+    assert Bounds(1.101, 1.102).words("s") == "1.1 s"
+    assert Bounds(1.1, 1.2).words() == "from 1.1 to 1.2"
+
+
 def test_a_baseline_that_meets_the_target_at_once_leaves_only_a_lower_bound():
     treatment = time_to_target(BUDGETS, np.array([[1, 0.6, 0.5]]), 0.7, 1.0)
     baseline = time_to_target(BUDGETS, np.array([[0.6, 0.5, 0.4]]), 0.7, 1.0)

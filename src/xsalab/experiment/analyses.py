@@ -82,7 +82,7 @@ def dose_responses(
                 word = "α" if factor.name == "alpha" else factor.name
                 table = DoseTable(
                     factor.values, joined.seeds, joined.items, joined.values.transpose(1, 0, 2), joined.weights,
-                    joined.metric.name, joined.unit, 0, joined.metric.item_word, word,
+                    joined.metric.name, joined.unit, 0, joined.item_word, word,
                 )  # fmt: skip
                 response = dose_response(table, confidence=confidence)
                 row |= plain(response)

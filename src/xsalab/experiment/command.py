@@ -22,7 +22,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal, cast
 
 from ..config import build, config, dump, unknown_field
@@ -41,6 +41,13 @@ Plain = str | int | float | bool
 UNIT = {"bits": Metric().unit, "": 1.0}
 
 
+def _check_inside(name: str, file: str) -> None:
+    """ValueError for a file that is not in {out}: two runs would read one file, or what an older run left."""
+    for path in (PurePosixPath(file), PureWindowsPath(file)):
+        if file and (path.anchor or ".." in path.parts or not path.name):
+            raise ValueError(f"{name} = {file!r}: a file in {{out}}, which is each run's own; give its name there")
+
+
 @config
 class Source:
     """Where a run's metrics are read: JSON lines in {out}, or patterns with named groups over the output's lines."""
@@ -52,6 +59,7 @@ class Source:
     def __post_init__(self) -> None:
         if bool(self.jsonl) == bool(self.pattern):
             raise ValueError("give either jsonl, a file in {out}, or pattern, with named groups")
+        _check_inside("jsonl", self.jsonl)
         for text in self.pattern:
             try:
                 groups = re.compile(text).groupindex
@@ -80,6 +88,7 @@ class Command:
             raise ValueError("run = []: write the program and its arguments as a list of words")
         if self.metrics is None and not self.scores:
             raise ValueError("nothing says where the result is: set metrics, scores or both")
+        _check_inside("scores", self.scores)
         if self.unit and not self.scores:
             raise ValueError(f"unit = {self.unit!r}: is that of scores; leave it out, or set scores")
         if not 0 <= self.minutes < float("inf"):

@@ -44,6 +44,8 @@ Event = Callable[[Cell, dict[str, Any]], None]
 GUARD = Path(__file__).with_name("guard.py")
 LOCK_WAIT = 5.0  # seconds, as for our own runs
 POLL = 0.2  # seconds between looks at a running command
+NUMBER = re.compile(r"[+-]?(?:(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?|nan|inf(?:inity)?)", re.IGNORECASE)
+THOUSANDS = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+")
 SHOWN = 3  # last lines of output in a message
 LARGEST = 16_000_000  # bytes of a file named in the command whose content is compared
 
@@ -88,9 +90,8 @@ def run_command(task: CommandTask, event: Event = lambda cell, content: None) ->
         argv, env = task.run.filled(task.cell.name, out, task.toml.resolve().parent)
         own = fingerprint(tables, argv, env, task.where, task.toml)
         for partner, factors in task.partners:
-            other = RunFolder(partner).read("fingerprint")
             ready = RunFolder(partner).state in ("finished", "diverged")
-            if ready and other and (found := mismatch(own, other, factors)):
+            if ready and (found := mismatch(own, RunFolder(partner).fingerprint(), factors)):
                 raise ValueError(
                     f"{task.cell.name} is no partner of {partner.name}: {describe(found)}. "
                     "A pair differs in its declared factors alone; delete the older run to make both again"
@@ -116,12 +117,13 @@ def _carry_out(
     source, metric = task.run.metrics, task.run.metric
     begin = time.perf_counter()
     log, last = folder.path / "log.txt", deque[str](maxlen=SHOWN)
-    rows, live = Rows(source.step if source else "step"), MetricsLog(folder.path / "metrics.jsonl")
+    asked = "" if task.run.scores else metric  # the scores are the result: what a log says is beside it
+    rows, live = Rows(source.step if source else "step", asked), MetricsLog(folder.path / "metrics.jsonl")
 
     def line_written(line: str) -> None:
         if line.strip():
             last.append(line.strip())
-        for row in _matches(source, line):
+        for row in _matches(source, line, asked):
             rows.add(row, f"the output's line {line.strip()!r}")
             live.write(rows.latest)
 
@@ -150,7 +152,7 @@ def _carry_out(
     if code:
         raise ValueError(f"the command ended with exit code {code}{where()}")
     if source and source.jsonl:
-        rows = read_rows(out / source.jsonl, source.step)  # from the start: the file may have been written anew
+        rows = read_rows(out / source.jsonl, source.step, asked)  # from the start: the file may have been written anew
     table = rows.table()
     write_atomic(folder.path / "metrics.jsonl", "".join(json.dumps(_finite(row)) + "\n" for row in table))
     folder.finish_metrics()
@@ -316,9 +318,11 @@ class Rows:
     """Rows of metrics by step; of a value that comes twice at a step the last counts.
 
     A row without a step belongs to the step before it; where no row has one, to its own number.
+    asked: the metric that must be a number where it stands; a text is left out of the others.
     """
 
     step: str
+    asked: str = ""
     by_step: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
     last: dict[str, float] = field(default_factory=dict[str, float])  # of each metric, the value that was written last
     latest: dict[str, float] = field(default_factory=dict[str, float])
@@ -328,16 +332,19 @@ class Rows:
     seen: int = 0  # bytes of the file, by the live log
 
     def add(self, row: Mapping[str, Any], place: str) -> None:
-        """Takes a row's numbers. ValueError naming ``place`` for a step that is no whole number from 0."""
+        """Takes a row's numbers. ValueError naming ``place`` for a step that is no whole number from 0.
+
+        So for a text where the metric ``asked`` stands.
+        """
+        if self.asked and isinstance(text := row.get(self.asked), str):
+            raise ValueError(f"{place}: {self.asked} = {text!r} is no number{_hint(text)}; write it without quotes")
         step: int = int(self.latest["step"]) if self.named else self.read
         if self.step in row:
-            try:
-                step = int(float(row[self.step]))
-                whole = step == float(row[self.step]) and step >= 0
-            except (TypeError, ValueError, OverflowError):
-                whole = False
-            if not whole:
-                raise ValueError(f"{place}: {self.step} = {row[self.step]!r} is no whole number from 0")
+            given = row[self.step]
+            number = _step_of(given) if isinstance(given, str) else given if _is_number(given) else math.nan
+            if not (math.isfinite(number) and number == int(number) >= 0):
+                raise ValueError(f"{place}: {self.step} = {given!r} is no whole number from 0{_hint(given)}")
+            step = int(number)
             if not self.named:
                 self.by_step = {0: dict(self.last)} if self.last else {}
                 self.repeated, self.named = 0, True
@@ -362,19 +369,45 @@ def _finite(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if math.isfinite(value)}
 
 
-def _matches(source: Source | None, line: str) -> Iterator[dict[str, Any]]:
-    """What the patterns find in a line of output. ValueError where a metric's group holds no number."""
+def _number_of(text: str) -> float | None:
+    """The number that a text is; None where it is none, or one with a comma: 1,5 may be 1.5 or 15.
+
+    A comma or semicolon after it belongs to the sentence.
+    """
+    text = text.strip().rstrip(",;")
+    return float(text) if NUMBER.fullmatch(text) else None
+
+
+def _step_of(text: str) -> float:
+    """A step: 1,000 can only be a thousand, as 1.000 is none that anybody writes. NaN where it is no number."""
+    text = text.strip().rstrip(",;")
+    number = _number_of(text.replace(",", "") if THOUSANDS.fullmatch(text) else text)
+    return math.nan if number is None else number
+
+
+def _hint(text: Any) -> str:
+    return " (a comma may mean two things)" if isinstance(text, str) and "," in text.strip().rstrip(",;") else ""
+
+
+def _matches(source: Source | None, line: str, asked: str) -> Iterator[dict[str, Any]]:
+    """What the patterns find in a line of output. ValueError where the group of the metric ``asked`` holds no number.
+
+    Others without one are left out.
+    """
     for pattern in source.pattern if source else ():
         found = re.search(pattern, line)
         groups = {name: text for name, text in found.groupdict().items() if text is not None} if found else {}
         row: dict[str, Any] = {}
         for name, text in groups.items():
-            try:
-                row[name] = float(text.replace(",", ""))
-            except ValueError:
+            number = _number_of(text)
+            if source and name == source.step:
+                row[name] = text
+            elif number is not None:
+                row[name] = number
+            elif name == asked:
                 raise ValueError(
-                    f"pattern {pattern!r}: {name} = {text!r} is no number, in the line {line.strip()!r}"
-                ) from None
+                    f"pattern {pattern!r}: {name} = {text!r} is no number{_hint(text)}, in the line {line.strip()!r}"
+                )
         if row:
             yield row
 
@@ -397,9 +430,12 @@ def _new_rows(path: Path, rows: Rows) -> Iterator[dict[str, Any]]:
                 yield rows.latest
 
 
-def read_rows(path: Path, step: str) -> Rows:
-    """The rows of a file of JSON lines. ValueError naming the line that is none; no rows where there is no file."""
-    rows = Rows(step)
+def read_rows(path: Path, step: str, asked: str = "") -> Rows:
+    """The rows of a file of JSON lines. ValueError naming the line that is none; no rows where there is no file.
+
+    asked: the metric that must be a number where it stands.
+    """
+    rows = Rows(step, asked)
     for place, row in _json_lines(path):
         rows.add(row, place)
     return rows

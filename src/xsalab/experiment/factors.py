@@ -85,10 +85,19 @@ def _levels(
         return {level: dict(sets) for level, sets in levels.items()}, None
     if isinstance(value, list) and value:
         values = cast(list[Any], value)
-        found = {_level_name(name, item): {name: item} for item in values}
-        if len(found) < len(values):
-            raise ValueError(f"{where} = {value!r}: a level is there twice")
-        numbers = all(isinstance(item, (int, float)) and not isinstance(item, bool) for item in values)
+        for before, item in itertools.combinations(values, 2):
+            if item == before and isinstance(item, bool) == isinstance(before, bool):  # 0.0 and -0.0 too; True is no 1
+                same = "" if repr(item) == repr(before) else f": {before!r} and {item!r} are one number"
+                raise ValueError(f"{where} = {value!r}: a level is there twice{same}")
+        names = _level_names(name, values)
+        for (before, one), (item, other) in itertools.combinations(zip(values, names, strict=True), 2):
+            if one == other:
+                raise ValueError(
+                    f"{where} = {value!r}: {before!r} and {item!r} would have one name, {one}; write a table of "
+                    f"levels, which names them: {{ a = {{ {name} = ... }}, b = {{ {name} = ... }} }}"
+                )
+        found = {level: {name: item} for level, item in zip(names, values, strict=True)}
+        numbers = all(_is_number(item) for item in values)
         return found, tuple(float(item) for item in values) if numbers else None
     studies = f", or one of {', '.join(LAYER_STUDIES)}" if name == "layers" else ""
     raise ValueError(
@@ -97,14 +106,28 @@ def _levels(
     )
 
 
-def _level_name(factor: str, value: Any) -> str:
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _level_names(factor: str, values: Sequence[Any]) -> list[str]:
+    """Of each level. Numbers that six digits do not tell apart have all of theirs."""
+    short = [_level_name(factor, item) for item in values]
+    return [
+        _level_name(factor, item, whole=True) if _is_number(item) and short.count(name) > 1 else name
+        for item, name in zip(values, short, strict=True)
+    ]
+
+
+def _level_name(factor: str, value: Any, whole: bool = False) -> str:
     """ "alpha-0_25", "lr_scale-2", "adamw", "first-2": as it may stand in a folder's name."""
     if isinstance(value, str):
         return re.sub(r"[^A-Za-z0-9_]+", "-", value).strip("-") or "none"
     if isinstance(value, bool):
         value = "on" if value else "off"
     elif isinstance(value, (int, float)):
-        value = f"{value:g}".replace(".", "_").replace("+", "")
+        text = str(value) if whole else f"{value:g}"  # str: the fewest digits that are this number and no other
+        value = text.replace(".", "_").replace("+", "")
     else:
         value = re.sub(r"[^A-Za-z0-9_]+", "-", str(value)).strip("-")
     return f"{factor.rpartition('.')[2]}-{value}"

@@ -337,9 +337,10 @@ def _environments(store: RunStore, cells: Sequence[Cell]) -> list[dict[str, Any]
     """The distinct records of software, our own code included, and device; threads and kernels aside."""
     found: dict[str, dict[str, Any]] = {}
     for cell in cells:
-        fingerprint = store.run(cell).read("fingerprint")
-        if not fingerprint:
+        run = store.run(cell)
+        if not (run.path / "fingerprint.json").is_file():
             continue
+        fingerprint = run.fingerprint()
         record = {**fingerprint["environment"], "code": fingerprint["code"], "machine": fingerprint["machine"]}
         key = {name: value for name, value in record.items() if name not in ("threads", "kernel")}
         found.setdefault(repr(sorted(key.items())), record)

@@ -113,6 +113,7 @@ class Joined:
     states: Mapping[int, tuple[str, ...]]
     differs: Mapping[str, tuple[Any, Any]]
     metric: Metric = field(default_factory=Metric)
+    item_word: str = "documents"  # of the items in words; "totals" where they are the runs' metrics
 
 
 def join(
@@ -145,26 +146,43 @@ def join(
             rows[seed] = [scores(run) for run in runs]
     metric = experiment.metric
     if not rows:
-        return Joined((), (), np.empty((len(cells), 0, 0)), np.empty(0), metric.unit, states, differs, metric)
+        return Joined((), (), np.empty((len(cells), 0, 0)), np.empty(0), metric.unit, states, differs, metric,
+                      metric.item_word)  # fmt: skip
     first = next(iter(rows.values()))
-    expected = [{item: weight for item, (_, weight) in found.items()} for found in first]
+    expected = [_weights(found) for found in first]
     for seed, of_seed in rows.items():
         for (_, arm), weights, found in zip(cells, expected, of_seed, strict=True):
-            if {item: weight for item, (_, weight) in found.items()} != weights:
-                raise ValueError(
-                    f"{arm}, seed {seed}: scored on other {metric.item_word} than the rest of its contrast"
-                )
+            if other := _first_other(_weights(found), weights, f"seed {seed}", f"seed {next(iter(rows))}"):
+                raise ValueError(f"{arm}, seed {seed}: scored on other {metric.item_word}: {other}")
+    word = metric.item_word
     if all(weights == expected[0] for weights in expected):
         items = list(expected[0])
         values = [[[found[item][0] for item in items] for found in of_seed] for of_seed in rows.values()]
         weights, unit = np.array([expected[0][item] for item in items]), metric.unit
     elif len({point for point, _ in cells}) == 1:
-        raise ValueError(f"{' and '.join(arm for _, arm in cells)}: scored on different {metric.item_word}")
+        k = next(k for k, weights in enumerate(expected) if weights != expected[0])
+        one, two = cells[0][1], cells[k][1]
+        other = _first_other(expected[0], expected[k], one, two)
+        raise ValueError(f"{one} and {two}, seed {next(iter(rows))}: scored on different {word}: {other}")
     else:
-        items, weights, unit = [f"all {metric.item_word}"], np.ones(1), 1.0
+        items, weights, unit, word = [f"all {word}"], np.ones(1), 1.0, "totals"
         values = [[[_of_run(found, metric)] for found in of_seed] for of_seed in rows.values()]
     table = np.array(values).transpose(1, 0, 2)
-    return Joined(tuple(rows), tuple(items), table, weights, unit, states, differs, metric)
+    return Joined(tuple(rows), tuple(items), table, weights, unit, states, differs, metric, word)
+
+
+def _weights(scores: Scores) -> dict[str, float]:
+    return {item: weight for item, (_, weight) in scores.items()}
+
+
+def _first_other(a: Mapping[str, float], b: Mapping[str, float], one: str, two: str) -> str:
+    """The first item that only one of two has, or that they weigh otherwise; "" where there is none."""
+    for item in (*b, *a):
+        if item not in a or item not in b:
+            return f"{item!r} is in {one if item in a else two} alone"
+        if a[item] != b[item]:
+            return f"{item!r} has weight {a[item]:.12g} in {one}, {b[item]:.12g} in {two}"
+    return ""
 
 
 def _of_run(scores: Scores, metric: Metric) -> float:
@@ -220,7 +238,7 @@ def weighted_sum(joined: Joined, weights: Sequence[float]) -> PairTable:
         treatment = baseline + np.tensordot(signs, joined.values, 1)
     return PairTable(
         seeds=joined.seeds, items=joined.items, treatment=treatment, baseline=baseline,
-        weights=joined.weights, metric=joined.metric.name, unit=joined.unit, item_word=joined.metric.item_word,
+        weights=joined.weights, metric=joined.metric.name, unit=joined.unit, item_word=joined.item_word,
     )  # fmt: skip
 
 
@@ -234,7 +252,7 @@ def _factors_between(experiment: Experiment, a: Cell, b: Cell) -> tuple[str, ...
 
 def check_run(run: RunFolder, expected: Mapping[str, Any]) -> None:
     """ValueError where a run is of another configuration than the experiment says: it would be pooled in its name."""
-    if found := config_differences(run.read("fingerprint")["config"], expected):
+    if found := config_differences(run.fingerprint()["config"], expected):
         raise ValueError(
             f"{run.path}: holds a run of another configuration: {describe(found)}. "
             "Give the experiment as it was run (--set too), or delete that folder and run it again"
@@ -246,7 +264,7 @@ def check_code(run: RunFolder, code: dict[str, str]) -> None:
 
     Of a command, the files that it names.
     """
-    content = run.read("fingerprint")
+    content = run.fingerprint()
     kind = "file" if "command" in content["config"] else "plugin"
     for name, text in content["plugins"].items():
         if code.setdefault(name, text) != text:
@@ -258,10 +276,7 @@ def check_code(run: RunFolder, code: dict[str, str]) -> None:
 
 def check_pair(treatment: RunFolder, baseline: RunFolder, factors: Sequence[str]) -> dict[str, tuple[Any, Any]]:
     """The differences of two runs, all of them declared. ValueError naming the others."""
-    a, b = treatment.read("fingerprint"), baseline.read("fingerprint")
-    for run, content in ((treatment, a), (baseline, b)):
-        if "config" not in content:
-            raise ValueError(f"{run.path}: fingerprint.json is missing; delete the run's folder to run it again")
+    a, b = treatment.fingerprint(), baseline.fingerprint()
     if found := mismatch(a, b, factors):
         raise ValueError(
             f"{treatment.path.name} and {baseline.path.name} are no pair: {describe(found)}. "

@@ -26,6 +26,8 @@ from ..eval import ItemScore
 from ..files import explain_disk, write_atomic
 from .design import Cell, Experiment
 
+STATES = ("waiting", "running", "finished", "diverged", "failed")
+
 
 @dataclass(frozen=True)
 class RunStore:
@@ -68,8 +70,34 @@ class RunFolder:
 
     @property
     def status(self) -> dict[str, Any]:
-        """``state``: "waiting", "running", "finished", "diverged" or "failed"; ``step`` of ``steps``."""
-        return {"state": "waiting", **self.read("status")}
+        """``state``: "waiting", "running", "finished", "diverged" or "failed"; ``step`` of ``steps``.
+
+        Of a finished run ``val_bpb``, or ``value`` of a command's. ValueError naming the file where that is not so.
+        """
+        found = {"state": "waiting", **self.read("status")}
+        if found["state"] not in STATES:
+            raise self._incomplete("status.json", f"state = {found['state']!r}")
+        value = found.get("val_bpb", found.get("value"))
+        if found["state"] == "finished" and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise self._incomplete("status.json", "a finished run without its value")
+        return found
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a run must agree in with its partner. ValueError naming the file where it is missing or not whole."""
+        found = self.read("fingerprint")
+        if not found:
+            there = (self.path / "fingerprint.json").is_file()
+            raise self._incomplete("fingerprint.json", "empty" if there else "missing")
+        for name in ("config", "start", "plugins", "environment"):
+            if not isinstance(found.get(name), dict):
+                raise self._incomplete("fingerprint.json", f"no table {name!r}")
+        for name in ("code", "machine"):
+            if name not in found:
+                raise self._incomplete("fingerprint.json", f"no {name!r}")
+        return found
+
+    def _incomplete(self, file: str, what: str) -> ValueError:
+        return ValueError(f"{self.path / file}: {what}; delete the run's folder to run it again")
 
     @property
     def state(self) -> str:
@@ -111,9 +139,14 @@ class RunFolder:
         write_rows(self.path / "scores.parquet", rows)
 
     def scores(self) -> dict[str, tuple[float, float]]:
-        """Item -> (value, weight)."""
+        """Item -> (value, weight). ValueError naming the file where it is missing or not whole."""
         path = self.path / "scores.parquet"
-        return {row["item"]: (row["value"], row["weight"]) for row in read_parquet(path).to_pylist()}
+        if not path.is_file():
+            raise self._incomplete(path.name, "missing: a finished run's score of each item")
+        table = read_parquet(path)
+        if lacking := {"item", "value", "weight"} - set(table.column_names):
+            raise self._incomplete(path.name, f"no column {min(lacking)!r}")
+        return {row["item"]: (row["value"], row["weight"]) for row in table.to_pylist()}
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -128,6 +128,12 @@ class PairTable:
         largest = max(float(np.abs(self.baseline).max()), float(np.abs(self.treatment).max()))
         return _ROUNDING * largest * self._scale
 
+    @property
+    def still(self) -> bool:
+        """Whether no run of either arm differs from that of another seed."""
+        moved = max(float(np.ptp(arm, axis=0).max()) for arm in (self.baseline, self.treatment))
+        return len(self.seeds) > 1 and moved * self._scale <= self.rounding
+
 
 class Parts(NamedTuple):
     """Shares of the variance of Δ, which add up to 1; all 0 where there is no spread."""
@@ -148,9 +154,9 @@ class Estimate:
     exactly when the 95 % interval excludes 0. Without spread p is 1 where both arms are equal, None ("not testable")
     where they are not.
     sd: standard deviation of the seeds' differences; None at one seed.
-    relative: Δ / mean of the baseline; None where that is 0.
-    decidable: False at 2 seeds or fewer, over documents alone, and where all seeds gave one and the same difference
-    other than 0: then the seeds are not in use.
+    relative: Δ / |mean of the baseline|, so that it has the sign of Δ; None where that mean is 0.
+    decidable: False at 2 seeds or fewer, over documents alone, where no run of either arm differs from another seed's,
+    and where all seeds gave one and the same difference other than 0: then the seeds are not in use.
     """
 
     mean: float
@@ -370,6 +376,8 @@ def _estimate(
     if len(x) > 1 and float(np.ptp(x, axis=0).max()) <= pairs.rounding:
         sd, note = 0.0, "no spread: every seed gave the same difference"
         decidable = decidable and float(np.abs(x).max()) <= pairs.rounding  # equal arms are equal
+        if pairs.still:  # so are runs that are one run
+            note, decidable = "no spread: every seed gave the same result; are the seeds in use?", False
     if spreads and float(np.abs(_beyond_length(pairs)).max()) <= pairs.rounding:
         note = note or "no spread: all differences are equal"
         spreads = [spread._replace(variance=Parts(0.0, 0.0, 0.0)) for spread in spreads]
@@ -393,7 +401,7 @@ def _estimate(
         parts=Parts(*(part / total for part in variance)) if total else variance,
         document_error=math.sqrt(variance.documents),
         sd=sd,
-        relative=mean / baseline if baseline else None,
+        relative=mean / abs(baseline) if baseline else None,
         baseline_mean=baseline,
         treatment_mean=float(pairs.treatment_means.mean()),
         metric=pairs.metric,

@@ -48,7 +48,8 @@ class Bounds(NamedTuple):
             return f"{_short(self.low)}{after}"
         if self.low == 0:
             return f"at most {_short(self.high)}{after}"
-        return f"from {_short(self.low)} to {_short(self.high)}{after}"
+        low, high = _short(self.low), _short(self.high)
+        return f"{low}{after}" if low == high else f"from {low} to {high}{after}"
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ def welch(treatment: Sequence[float], baseline: Sequence[float], *, metric: str,
     estimate = Estimate(
         mean=mean, low=None, high=None, standard_error=None, df=None, p=None, n=n, items=1, confidence=confidence,
         method="Welch t over seeds, not paired", parts=Parts(0.0, 0.0, 0.0), document_error=0.0, sd=None,
-        relative=mean / base if base else None, baseline_mean=base, treatment_mean=float(a.mean()), metric=metric,
+        relative=mean / abs(base) if base else None, baseline_mean=base, treatment_mean=float(a.mean()), metric=metric,
         item_word="runs", decidable=n >= LEAST_SEEDS,
     )  # fmt: skip
     if n < 2:
