@@ -325,7 +325,9 @@ def dose_plot(row: Mapping[str, Any]) -> str:
     return _svg("".join(parts), bottom + 60, f"Dose and response: difference of bits per byte by {word}")
 
 
-def curve_plot(curves: Sequence[Curve], beta: float, colours: Colours) -> str:
+def curve_plot(
+    curves: Sequence[Curve], beta: float, colours: Colours, title: str = "training loss, nats per token"
+) -> str:
     """Training loss by step: one thin line a run, one colour an arm, all smoothed with the same β; SVG text."""
     drawn = [smoothed(curve, beta) for curve in curves if curve.values]
     lines = [
@@ -339,10 +341,16 @@ def curve_plot(curves: Sequence[Curve], beta: float, colours: Colours) -> str:
     legend = [
         (arm, f"s-{colours[arm]}{' dash' if arm == 'positive' else ''}") for arm in dict.fromkeys(c.arm for c in curves)
     ]
-    return _line_chart(lines, legend, "training loss, nats per token", _smoothing(beta), zero=False)
+    return _line_chart(lines, legend, title, _smoothing(beta), zero=False)
 
 
-def difference_plot(effect: Sequence[Curve], null: Sequence[Curve], beta: float, colours: Colours) -> str:
+def difference_plot(
+    effect: Sequence[Curve],
+    null: Sequence[Curve],
+    beta: float,
+    colours: Colours,
+    title: str = "training loss, nats per token",
+) -> str:
     """Paired differences of smoothed losses by step (see ``difference``): seeds thin, their mean thick; SVG text.
 
     effect: one curve a pair of the treatment. null: those of the null control, in grey behind.
@@ -359,7 +367,7 @@ def difference_plot(effect: Sequence[Curve], null: Sequence[Curve], beta: float,
             (_thin(mean), f"thick s-{colour}", f"{name or arm}: mean of {len(curves)} pair{'s' * (len(curves) > 1)}")
         )
         legend.insert(0, (f"{name or arm}: mean thick, seeds thin", f"s-{colour}"))
-    return _line_chart(lines, legend, "Δ training loss, nats per token: below 0 is better", _smoothing(beta), zero=True)
+    return _line_chart(lines, legend, f"Δ {title}: below 0 is better", _smoothing(beta), zero=True)
 
 
 def _smoothing(beta: float) -> str:

@@ -156,6 +156,7 @@ def _point(
     rows = [row for row in content["contrasts"] if row["point"] == point]
     of = {arm: curves.get((point, arm), []) for arm in content["arms"]}
     shown = [curve for arm in content["arms"] if arm != "twin" for curve in of[arm]]
+    title = "training loss, nats per token" if content["engine"] == "xsalab" else "loss, as the command reported it"
     pictures = []
     for row in rows:
         if row["kind"] != "effect":
@@ -163,7 +164,7 @@ def _point(
         effect = _pairs_of(of[row["treatment"]], of[row["baseline"]], row["seeds"], beta)
         null = next((other for other in rows if other["kind"] == "null"), None)
         behind = _pairs_of(of["null"], of[null["baseline"]], null["seeds"], beta) if null else []
-        svg = figures.difference_plot(effect, behind, beta, colours)
+        svg = figures.difference_plot(effect, behind, beta, colours, title)
         pictures.append({"title": f"{row['treatment']} − {row['baseline']}", "svg": Markup(svg)})
     decided = [row for row in rows if row["kind"] == "effect" and "verdict" in row]
     first = [row for row in decided if row["primary"]] or decided[:1]
@@ -188,7 +189,7 @@ def _point(
         "costs": {cost["arm"]: cost for cost in content["costs"].get("costs", []) if cost["point"] == point},
         "runs": {(run["arm"], run["seed"]): run for run in content["runs"] if run["point"] == point},
         "intervals": Markup(figures.interval_plot(rows, colours)) if rows else "",
-        "curves": Markup(figures.curve_plot(shown, beta, colours)),
+        "curves": Markup(figures.curve_plot(shown, beta, colours, title)),
         "differences": pictures,
     }
 
