@@ -735,6 +735,28 @@ def test_looks_that_cannot_be_taken_are_refused(
     run(write_experiment(**changes), *arguments).refused(*words)
 
 
+def test_a_look_that_is_complete_leaves_the_next_its_jobs(
+    xsalab: Any, write_experiment: Any, out: Path, no_page: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs side by side follow from what is to do at each look: nothing to do at one is no choice for the next."""
+    from xsalab.experiment import fleet, stages
+
+    asked: list[int] = []
+    carry_out = fleet.run_tasks
+
+    def recorded(pending: Any, jobs: int, event: Any) -> Any:
+        asked.append(jobs)
+        return carry_out(pending, 1, event)
+
+    monkeypatch.setattr(fleet, "default_jobs", lambda threads, pending: max(1, min(2, pending)))
+    monkeypatch.setattr(fleet, "run_tasks", recorded)
+    monkeypatch.setattr(stages, "decided", lambda content: False)
+    path = write_experiment(seeds=[0, 1, 2, 3], primary={"contrast": "xsa - standard"}, train__tokens=512)
+    xsalab("run", path, "--out", out)
+    xsalab("run", path, "--out", out, "--until-decided", "--max-seeds", 5)
+    assert asked == [2, 2]
+
+
 @pytest.mark.slow
 def test_equal_time_runs_the_slower_arm_again(
     xsalab: Any, run: Any, write_experiment: Any, out: Path, monkeypatch: pytest.MonkeyPatch

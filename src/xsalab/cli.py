@@ -242,14 +242,15 @@ def run(
     make_folder(store.folder)
     trackers = [name for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)) if wanted]
     spent: list[dict[str, Any]] = []
+    beside = 1
     clock = {"begin": time.perf_counter()}
     with folder_lock(store.folder, "experiment"):
         experiment = begin_looks(written, store, max_seeds or 12) if until_decided else as_run(written, store)
         while True:
             if experiment.looks:
                 _note(f"the look at {len(experiment.seeds)} of at most {experiment.looks[-1]} seeds")
-            experiment, statuses, jobs = _carry_out(experiment, store, out, jobs, trackers, clock)
-            spent += statuses
+            experiment, statuses, used = _carry_out(experiment, store, out, jobs, trackers, clock)
+            spent, beside = spent + statuses, max(beside, used)
             result = outcome(experiment, store)
             page = write_report(experiment, store, result)
             further = next_look(experiment, store) if until_decided and not decided(result) else None
@@ -261,7 +262,7 @@ def run(
         print(json.dumps({**result, "report": str(page)}, ensure_ascii=False, allow_nan=False))
     else:
         print_outcome(result, console)
-        print(_parts(clock, spent, jobs))
+        print(_parts(clock, spent, beside))
         print(f"report: {page}")
     if any(entry["state"] == "diverged" for entry in result["runs"]):
         raise typer.Exit(1)
@@ -279,7 +280,7 @@ def _carry_out(
 
     _prepare(experiment, out)
     clock.setdefault("corpus", time.perf_counter())
-    statuses, jobs = _train_missing(experiment, store, out, jobs, trackers)
+    statuses, used = _train_missing(experiment, store, out, jobs, trackers)
     clock["runs"] = time.perf_counter()
     if experiment.controls.timing and not usable_costs(experiment, store):
         with _bar("timing the arms in turns", 1.0) as update:
@@ -289,10 +290,10 @@ def _carry_out(
         experiment = plan_equal_time(experiment, store, measured_costs(experiment, store))
         if not equal_time_ratios(store):
             _note("equal time: no run is planned from step times of a busy machine; run again when it is quiet")
-        further, jobs = _train_missing(experiment, store, out, jobs, trackers)
-        statuses += further
+        further, more = _train_missing(experiment, store, out, jobs, trackers)
+        statuses, used = statuses + further, max(used, more)
         clock["equal time"] = time.perf_counter()
-    return experiment, statuses, jobs
+    return experiment, statuses, used
 
 
 def _train_missing(

@@ -19,7 +19,7 @@ from ..stats import (
     time_ratio,
     time_to_target,
 )
-from .design import Cell, Experiment, resolve, tested_arms
+from .design import Cell, Experiment, steps_of, tested_arms
 from .pairing import Joined, Scores, join, weighted_sum
 from .stages import equal_time_ratios, shorter_name
 from .store import RunFolder, RunStore
@@ -159,7 +159,9 @@ def _by_slope(
     joined = join(experiment, store, [(point, arm), (point, baseline), (point, shorter)], scores)
     if not joined.seeds:
         return None
-    steps = _steps(experiment, point, shorter) / _steps(experiment, point, baseline)  # whole steps: not quite the share
+    steps = steps_of(experiment, point, shorter) / steps_of(
+        experiment, point, baseline
+    )  # whole steps: not quite the share
     estimate = equal_time_by_slope(
         weighted_sum(dataclasses.replace(joined, values=joined.values[:2]), (1.0, -1.0)), joined.values[2],
         ratio=cost["ratio"], ratio_low=cost["low"], ratio_high=cost["high"], share=steps,
@@ -203,12 +205,8 @@ def _complete_runs(experiment: Experiment, point: str, arm: str) -> dict[str, in
     found: dict[int, str] = {}
     for name, other in experiment.arms.items():
         if name == arm or (other.of == arm and point in other.steps):
-            found.setdefault(_steps(experiment, point, name), name)
+            found.setdefault(steps_of(experiment, point, name), name)
     return {name: steps for steps, name in found.items()}
-
-
-def _steps(experiment: Experiment, point: str, arm: str) -> int:
-    return resolve(experiment, Cell(point, arm, experiment.seeds[0])).train.steps
 
 
 def _step_seconds(experiment: Experiment, point: str, costs: Mapping[str, Any]) -> dict[str, float]:

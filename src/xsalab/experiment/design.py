@@ -261,6 +261,11 @@ def resolve(experiment: Experiment, cell: Cell) -> RunConfig:
     return RunConfig(seed=cell.seed, variant=arm.variant, **built)
 
 
+def steps_of(experiment: Experiment, point: str, arm: str) -> int:
+    """Steps of an arm's runs at a point, the same for every seed."""
+    return resolve(experiment, Cell(point, arm, experiment.seeds[0])).train.steps
+
+
 def point_of(experiment: Experiment, cell: Cell) -> Point:
     """The point of a cell."""
     return next(point for point in experiment.points if point.name == cell.point)

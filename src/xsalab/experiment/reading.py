@@ -24,7 +24,6 @@ from .design import (
     CONTROLS,
     SECTIONS,
     Arm,
-    Cell,
     Controls,
     EqualTime,
     Experiment,
@@ -35,6 +34,7 @@ from .design import (
     check_declared,
     expand,
     resolve,
+    steps_of,
     tested_arms,
 )
 from .factors import Crossing, cross
@@ -149,10 +149,7 @@ def _check_equal_time(experiment: Experiment) -> None:
     if not (wanted.rerun or wanted.slope):
         return
     for point in experiment.points:
-        steps = {
-            arm: resolve(experiment, Cell(point.name, arm, experiment.seeds[0])).train.steps
-            for arm in tested_arms(experiment)
-        }
+        steps = {arm: steps_of(experiment, point.name, arm) for arm in tested_arms(experiment)}
         base = steps[experiment.baseline]
         if other := [arm for arm, count in steps.items() if count != base]:
             raise ValueError(

@@ -19,7 +19,7 @@ from typing import Any
 from ..config import build, config, dump
 from ..files import write_atomic
 from ..stats.looks import looks_up_to
-from .design import Arm, Cell, Experiment, expand, resolve, tested_arms
+from .design import Arm, Experiment, expand, steps_of, tested_arms
 from .store import RunStore
 from .timing import measured_costs
 
@@ -45,7 +45,7 @@ def _with_further_runs(experiment: Experiment, store: RunStore) -> Experiment:
     arms = dict(experiment.arms)
     if experiment.equal_time.slope:
         share, baseline = experiment.equal_time.share, experiment.baseline
-        shorter = {p.name: max(1, round(share * _steps(experiment, p.name, baseline))) for p in experiment.points}
+        shorter = {p.name: max(1, round(share * steps_of(experiment, p.name, baseline))) for p in experiment.points}
         name = shorter_name(experiment)
         arms[name] = _further(experiment, name, baseline, "", shorter)
     for name, further in _read_planned(store.folder / "equal_time.json").arms.items():
@@ -120,10 +120,6 @@ def _table(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: damaged: no table")
     return content
-
-
-def _steps(experiment: Experiment, point: str, arm: str) -> int:
-    return resolve(experiment, Cell(point, arm, experiment.seeds[0])).train.steps
 
 
 # Looks
@@ -234,7 +230,7 @@ def plan_equal_time(experiment: Experiment, store: RunStore, costs: Mapping[str,
             continue
         point, arm, ratio = cost["point"], cost["arm"], cost["ratio"]
         slower, faster = (arm, experiment.baseline) if ratio > 1 else (experiment.baseline, arm)
-        steps = _steps(experiment, point, slower)
+        steps = steps_of(experiment, point, slower)
         fewer = max(1, round(steps / max(ratio, 1 / ratio)))
         name = f"{slower}@equal-time" if slower == arm else f"{slower}@equal-time-{arm}"
         ratios.append(_Ratio(point, arm, ratio, cost["low"], cost["high"], fewer))
