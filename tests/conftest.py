@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import json
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from jaxtyping import install_import_hook
 # Shapes and dtypes in signatures are checked while the tests run; model/ has them in words, for exports.
 install_import_hook(["xsalab.data", "xsalab.optim"], "beartype.beartype")
 
-from xsalab.config import set_dotted  # noqa: E402
+from toml_tables import write_tables  # noqa: E402
 
 WORDS = ["token", "layer", "value", "head", "query", "row", "sum", "mean", "alpha", "the", "of", "and", "to", "in"]
 
@@ -57,17 +55,6 @@ TINY: dict[str, Any] = {
 }
 
 
-def toml_of(value: Any) -> str:
-    """An inline TOML value."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {toml_of(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(toml_of(item) for item in value) + "]"
-    return repr(value) if isinstance(value, (int, float)) else json.dumps(str(value), ensure_ascii=False)
-
-
 @pytest.fixture
 def write_experiment(tmp_path: Path, corpus_folder: Path) -> Callable[..., Path]:
     """Writes a tiny experiment as TOML: four steps of 256 tokens, two layers, two seeds, standard and xsa.
@@ -76,21 +63,8 @@ def write_experiment(tmp_path: Path, corpus_folder: Path) -> Callable[..., Path]
     """
 
     def write(stem: str = "tiny", **changes: Any) -> Path:
-        tables: dict[str, Any] = copy.deepcopy({"name": stem, **TINY})
-        tables["data"]["source"] = str(corpus_folder)
-        for dotted, value in changes.items():
-            if value is None:
-                parent = tables
-                *path, last = dotted.split("__")
-                for part in path:
-                    parent = parent[part]
-                del parent[last]
-            else:
-                set_dotted(tables, dotted.replace("__", "."), value, "test")
-        path = tmp_path / f"{stem}.toml"
-        # Tables of plain values are written inline: what counts is what is read.
-        path.write_text("".join(f"{key} = {toml_of(value)}\n" for key, value in tables.items()), encoding="utf-8")
-        return path
+        tables = {"name": stem, **TINY, "data": {**TINY["data"], "source": str(corpus_folder)}}
+        return write_tables(tmp_path / f"{stem}.toml", tables, changes)
 
     return write
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from xsalab.config import set_dotted
+from toml_tables import write_tables
 from xsalab.experiment import command_run
 from xsalab.experiment.command import CommandRun
 from xsalab.experiment.command_run import CommandTask, Rows, run_command
@@ -58,33 +58,13 @@ BASE: dict[str, Any] = {
 Write = Callable[..., Path]
 
 
-def toml_of(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {toml_of(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, list):
-        return "[" + ", ".join(toml_of(item) for item in value) + "]"
-    return json.dumps(value, ensure_ascii=False)
-
-
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
     """Writes train.py and an experiment around it; changes by dotted name, ``__`` for the dots, None takes away."""
 
     def make(trainer: str = TRAINER, **changes: Any) -> Path:
-        tables: dict[str, Any] = json.loads(json.dumps(BASE))
-        for dotted, value in changes.items():
-            if value is None:
-                *path, last = dotted.split("__")
-                parent = tables
-                for part in path:
-                    parent = parent[part]
-                del parent[last]
-            else:
-                set_dotted(tables, dotted.replace("__", "."), value, "test")
         (tmp_path / "train.py").write_text(trainer, encoding="utf-8")
-        path = tmp_path / "own.toml"
-        path.write_text("".join(f"{key} = {toml_of(value)}\n" for key, value in tables.items()), encoding="utf-8")
-        return path
+        return write_tables(tmp_path / "own.toml", BASE, changes)
 
     return make
 
