@@ -89,7 +89,7 @@ def phase(out: Path) -> str:
 def at_random(path: Path, out: Path, kills: int, seed: int) -> dict[str, Any]:
     draw, hit, lives = random.Random(seed), Counter[str](), 0
     length = finish(everything(path, out / "whole"))
-    # On a busy machine a life takes longer than the first one told, and early kills alone may fall: then there are more.
+    # On a busy machine lives take longer than the first, and all kills may fall early: then there are more.
     while sum(hit.values()) < kills or lives == 0 or (len(hit) < 3 and sum(hit.values()) < 10 * kills):
         life = out / f"life{lives}"
         child = forked(everything(path, life))
