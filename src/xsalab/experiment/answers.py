@@ -1,0 +1,81 @@
+"""Answers to benchmarks, beside the run that gave them: one Parquet file a task, one row an item.
+
+RUN/core/TASK.parquet        CORE of the base model
+RUN/sft/core/TASK.parquet    of the fine-tuned one, where it was asked
+RUN/sft/chatcore/TASK.parquet
+
+A file's own metadata hold the task's baseline, chance level and counts, and ``key``: a digest of everything that the
+answers depend on beside the weights. A task is asked again where the key is another; what is there is kept otherwise,
+so that an interrupted evaluation goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from ..eval import ItemScore, TaskAnswers
+from ..files import make_folder, write_atomic
+from .store import read_parquet
+
+BENCHMARKS = {"core": "CORE", "chatcore": "ChatCORE"}  # folder -> name in words, in the order they are told
+_META = b"xsalab"
+
+
+def write_answers(folder: Path, answers: TaskAnswers, key: str) -> None:
+    """Writes ``folder/TASK.parquet`` whole or not at all."""
+    rows = answers.scores
+    table = pa.table(
+        {
+            "task": [answers.task] * len(rows),
+            "item": [row.item for row in rows],
+            "value": [row.value for row in rows],
+            "weight": [row.weight for row in rows],
+            "options": pa.array([list(row.options) for row in rows], pa.list_(pa.float64())),
+            "lengths": pa.array([list(row.lengths) for row in rows], pa.list_(pa.int64())),
+            "cut": [row.cut for row in rows],
+        }
+    )
+    meta = {"key": key, "baseline": answers.baseline, "chance": answers.chance, "counts": dict(answers.counts)}
+    table = table.replace_schema_metadata({_META: json.dumps(meta).encode()})
+    make_folder(folder)
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression="zstd")
+    write_atomic(folder / f"{answers.task}.parquet", sink.getvalue().to_pybytes())
+
+
+def read_task(path: Path) -> tuple[str, TaskAnswers]:
+    """(key, answers) of one file. ValueError naming it where it is damaged or something else."""
+    table = read_parquet(path)
+    try:
+        meta: dict[str, Any] = json.loads((table.schema.metadata or {})[_META])
+        scores = tuple(
+            ItemScore(
+                row["task"], row["item"], row["value"], row["weight"], tuple(row["options"]), row["cut"],
+                tuple(row["lengths"]),
+            )
+            for row in table.to_pylist()
+        )  # fmt: skip
+        return meta["key"], TaskAnswers(path.stem, meta["baseline"], meta["chance"], scores, meta["counts"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not the answers to a task ({error}); delete it to have it asked again") from None
+
+
+def read_answers(folder: Path, tasks: Iterable[str] | None = None) -> dict[str, TaskAnswers]:
+    """Task -> answers, of a benchmark's folder; {} where it is not there. ``tasks`` None: all, by name."""
+    names = sorted(path.stem for path in folder.glob("*.parquet")) if tasks is None else tasks
+    return {name: read_task(folder / f"{name}.parquet")[1] for name in names if (folder / f"{name}.parquet").is_file()}
+
+
+def known_answers(folder: Path, task: str, key: str) -> TaskAnswers | None:
+    """What is there of a task under this very key; None where it must be asked."""
+    path = folder / f"{task}.parquet"
+    if not path.is_file():
+        return None
+    found, answers = read_task(path)
+    return answers if found == key else None
