@@ -201,6 +201,68 @@ def test_every_variant_trains_with_grouped_heads(tiny: Tiny, tokens: Tensor, nam
         assert parameter.grad.any(), label
 
 
+# --- rows of different length in one cache
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [{}, {"kv_heads": 2}, {"smear": False}], ids=["all", "grouped", "unsmeared"])
+@pytest.mark.parametrize("kernel", ["sdpa", "blocked", "explicit"])
+@pytest.mark.parametrize("name", sorted(VARIANTS))
+def test_rows_of_different_length_share_a_cache(tiny: Tiny, name: str, kernel: str, change: dict) -> None:
+    """F145: padded on the right, kept, reordered and continued twice, each row has the logits that it has alone."""
+    model = tiny(name, kernel=kernel, **change)
+    draws = torch.Generator().manual_seed(5)
+    rows = [torch.randint(0, 50, (1, n), generator=draws) for n in (13, 4, 9, 1)]
+    more = [torch.randint(0, 50, (1, n), generator=draws) for n in (3, 5, 1, 4)]
+    alone = [model(torch.cat((row, rest, row[:, :1]), dim=1)) for row, rest in zip(rows, more, strict=True)]
+
+    def padded(parts: list[Tensor]) -> tuple[Tensor, Tensor]:
+        counts = torch.tensor([part.shape[1] for part in parts])
+        full = torch.full((len(parts), int(counts.max())), 7)
+        for i, part in enumerate(parts):
+            full[i, : part.shape[1]] = part
+        return full, counts
+
+    cache, order = KVCache(4), [2, 0, 3, 1]
+    full, counts = padded(rows)
+    model(full, cache)
+    cache.keep(counts)
+    cache = cache.select(torch.tensor(order))
+    full, counts = padded([more[i] for i in order])
+    second = model(full, cache)
+    cache.keep(counts)
+    assert cache.lengths is not None
+    assert cache.lengths.tolist() == [rows[i].shape[1] + more[i].shape[1] for i in order]
+    third = model(torch.cat([rows[i][:, :1] for i in order]), cache)
+    for place, i in enumerate(order):
+        begin, n = rows[i].shape[1], more[i].shape[1]
+        torch.testing.assert_close(second[place, :n], alone[i][0, begin : begin + n], atol=5e-5, rtol=0)
+        torch.testing.assert_close(third[place, 0], alone[i][0, -1], atol=5e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_a_row_of_a_cache_may_be_repeated(tiny: Tiny, tokens: Tensor) -> None:
+    """A prompt that several samples share is run once; the copies do not write into each other."""
+    model, cache = tiny("xsa"), KVCache(4)
+    model(tokens[:1, :6], cache)
+    both = cache.select(torch.tensor([0, 0]))
+    tails = torch.stack((tokens[0, 6:], tokens[1, 6:]))
+    logits = model(tails, both)
+    assert cache.length == 6
+    for row, tail in enumerate(tails):
+        want = model(torch.cat((tokens[0, :6], tail))[None])[0, 6:]
+        torch.testing.assert_close(logits[row], want, atol=5e-5, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("counts", [[0, 3], [1, 7], [2]], ids=str)
+def test_a_cache_keeps_at_least_one_token_of_a_row_and_no_more_than_came(tiny: Tiny, counts: list[int]) -> None:
+    model, cache = tiny(), KVCache(4)
+    model(torch.zeros(2, 6, dtype=torch.long), cache)
+    with pytest.raises(ValueError, match="from 1 to the 6 tokens of the last pass"):
+        cache.keep(torch.tensor(counts))
+
+
 # --- switches
 
 

@@ -91,16 +91,19 @@ class GPT(nn.Module):
 
     def hidden(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """The last layer's output after its norm, (b, t, c): what the head multiplies."""
-        config, eps = self.config, self.config.norm_eps
-        start = 0
+        config, eps, t = self.config, self.config.norm_eps, tokens.shape[1]
+        start, places = 0, None
         if cache is not None:
             cache.check_rows(tokens.shape[0])
-            start = cache.length
-        if start + tokens.shape[1] > self.cos.shape[1]:
-            self._tabulate(2 * (start + tokens.shape[1]))  # prompts longer than the context: the table grows
-        cos, sin = (table[:, start : start + tokens.shape[1]] for table in (self.cos, self.sin))
+            start, places = cache.length, cache.places(t)
+        if start + t > self.cos.shape[1]:
+            self._tabulate(2 * (start + t))  # prompts longer than the context: the table grows
+        if places is None:
+            cos, sin = (table[:, start : start + t] for table in (self.cos, self.sin))
+        else:
+            cos, sin = (table[0, places.query] for table in (self.cos, self.sin))
 
-        x = rms_norm(self.embedding(tokens).to(self.dtype), eps)
+        x = embedded = rms_norm(self.embedding(tokens).to(self.dtype), eps)
         if config.smear:
             x = self._smear(x, cache)
         x0, middle = x, None
@@ -108,13 +111,13 @@ class GPT(nn.Module):
             if config.residual_scalars:
                 x = self.residual[layer].to(x.dtype) * x + self.x0[layer].to(x.dtype) * x0
             rows = self.value_embeddings[str(layer)](tokens) if str(layer) in self.value_embeddings else None
-            x = block(x, rows, cos, sin, LayerAttend(config.window_of(layer), self.kernel, cache, layer))
+            x = block(x, rows, cos, sin, LayerAttend(config.window_of(layer), self.kernel, cache, layer, places))
             if layer == config.depth // 2:
                 middle = x
         if config.backout and middle is not None:
             x = x - self.backout.to(x.dtype) * middle
         if cache is not None:
-            cache.length += tokens.shape[1]
+            cache.advance(embedded if config.smear else embedded[..., :0])
         return rms_norm(x, eps)
 
     def _smear(self, x: Tensor, cache: KVCache | None) -> Tensor:
@@ -124,8 +127,6 @@ class GPT(nn.Module):
             kept, x_now = x[:, :0], x
         else:
             before, kept, x_now = x[:, :-1], x[:, :1], x[:, 1:]
-        if cache is not None:
-            cache.last_embedding = x[:, -1:]
         gate = self.smear.to(x.dtype) * torch.sigmoid(self.smear_gate(x_now[..., : self.config.smear_channels]))
         return torch.cat((kept, x_now + gate * before), dim=1)
 
