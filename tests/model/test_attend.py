@@ -92,7 +92,7 @@ def test_blocked_takes_its_own_path_where_it_can(monkeypatch: pytest.MonkeyPatch
     KERNELS["blocked"](q, k, v, 4)
     KERNELS["blocked"](q[:, :10], k[:, :10], v[:, :10], 4)
     KERNELS["blocked"](q[:, :7], k[:, :7], v[:, :7], 4)
-    assert calls == [8, 8, 7]  # two blocks of keys, the last of them padded; all keys
+    assert calls == [4, 8, 4, 8, 7]  # the first block alone, the others with the one before; padded; all keys
 
 
 def test_scores_of_any_size_stay_finite() -> None:

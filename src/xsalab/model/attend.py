@@ -238,20 +238,21 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, window: int, places: Places | None 
     if t % w:
         q, k, v = (F.pad(x, (0, 0, 0, 0, 0, w - t % w)) for x in (q, k, v))
         return blocked(q, k, v, window)[:, :t]
-    n = t // w
-    k_pairs, v_pairs = (F.pad(x, (0, 0, 0, 0, w, 0)).unfold(1, 2 * w, w).permute(0, 1, 4, 2, 3) for x in (k, v))
-    query = torch.arange(w, 2 * w, device=q.device)[:, None]
+    # Each block from the second on meets its own keys and those before it, the first its own alone: two calls, so that
+    # one mask serves all blocks.
+    first = sdpa(q[:, :w], k[:, :w], v[:, :w], window)
+    n = t // w - 1
+    blocks = q[:, w:].reshape(b * n, w, h, d)
+    k_pairs, v_pairs = (x.unfold(1, 2 * w, w).permute(0, 1, 4, 2, 3).reshape(b * n, 2 * w, g, d) for x in (k, v))
     key = torch.arange(2 * w, device=q.device)[None, :]
-    mask = visible(query, key, w).expand(n, w, 2 * w).clone()
-    mask[0, :, :w] = False  # the padding before the first block
     y = F.scaled_dot_product_attention(
-        q.reshape(b * n, w, h, d).transpose(1, 2),
-        k_pairs.reshape(b * n, 2 * w, g, d).transpose(1, 2),
-        v_pairs.reshape(b * n, 2 * w, g, d).transpose(1, 2),
-        attn_mask=mask.repeat(b, 1, 1)[:, None],
+        blocks.transpose(1, 2),
+        k_pairs.transpose(1, 2),
+        v_pairs.transpose(1, 2),
+        attn_mask=visible(key[:, w:].T, key, w),
         enable_gqa=g != h,
     )
-    return y.transpose(1, 2).reshape(b, t, h, d)
+    return torch.cat((first, y.transpose(1, 2).reshape(b, n * w, h, d)), dim=1)
 
 
 class Kernel(Protocol):
