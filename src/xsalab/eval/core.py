@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..config import config, digest
+from ..config import config, digest, dump
 from ..model import GPT
 from . import ItemScore, TaskAnswers
 from .bundle import Bundle, Item, Task
@@ -86,16 +86,22 @@ def core(
     *,
     known: Callable[[str, str], TaskAnswers | None] = lambda task, key: None,
     progress: Callable[[str, int], None] = lambda task, items: None,
+    left_out: Callable[[str, str], None] = lambda task, why: None,
 ) -> Iterator[tuple[TaskAnswers, str]]:
     """The answers to each task, and the key of what they depend on beside the weights.
 
     known: (task, key) -> answers that are there already. progress: called with how many items were done since.
+    left_out: called with a task that cannot be asked, and why; the others are.
     """
     for task in bundle.tasks:
-        key = digest([FORMAT, task, config.max_per_task, config.longest, model.config.context])
+        key = digest([FORMAT, dump(task), config.max_per_task, config.longest, model.config.context])
         answers = known(task.name, key)
         if answers is None:
-            answers = answer_task(model, tokenizer, task, config, lambda n, name=task.name: progress(name, n))
+            try:
+                answers = answer_task(model, tokenizer, task, config, lambda n, name=task.name: progress(name, n))
+            except ValueError as error:
+                left_out(task.name, str(error))
+                continue
         else:
             progress(task.name, len(kept_items(task, config.max_per_task)))
         yield answers, key

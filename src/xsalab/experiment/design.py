@@ -29,6 +29,7 @@ from .factors import Factor
 
 if TYPE_CHECKING:
     from .command import Command
+    from .downstream import Downstream
 
 CONTROLS = ("null", "positive", "twin")
 SECTIONS: dict[str, type] = {
@@ -228,6 +229,7 @@ class Experiment:
     looks: tuple[int, ...] = ()  # numbers of seeds at which a sequential experiment looks; empty: it is none
     command: Command | None = None  # of ``engine = "command"``: what is run; None: our own engine
     metric: Metric = field(default_factory=Metric)
+    downstream: Downstream | None = None  # what is asked of the runs after training; None: nothing
 
     @property
     def engine(self) -> str:

@@ -21,6 +21,7 @@ from ..eval.validation import check_evaluation
 from ..files import make_folder, write_atomic
 from .command_run import CommandTask
 from .design import Cell, Experiment, declared_factors, expand, resolve
+from .downstream import DownstreamTask, carry_out, check_downstream
 from .plugins import read_plugins
 from .run import Event, RunTask, run_cell
 from .stages import declare
@@ -35,6 +36,8 @@ def begin_experiment(
     make_folder(store.folder)
     write_atomic(store.folder / "experiment.toml", experiment.text)
     declare(experiment, store)
+    if experiment.downstream:
+        check_downstream(experiment.downstream)
     if experiment.command:
         working_folder(experiment)
         return store, []
@@ -101,7 +104,14 @@ def default_jobs(threads: int, pending: int) -> int:
     return max(1, min(cores // threads, pending))
 
 
-def run_tasks(pending: Sequence[RunTask | CommandTask], jobs: int, event: Event) -> dict[Cell, str]:
+Task = RunTask | CommandTask | DownstreamTask
+
+
+def _do(task: Task, event: Event) -> str:
+    return carry_out(task, event) if isinstance(task, DownstreamTask) else run_cell(task, event)
+
+
+def run_tasks(pending: Sequence[Task], jobs: int, event: Event) -> dict[Cell, str]:
     """Carries out tasks, ``jobs`` at a time; returns the state of each.
 
     The first mistake of a user (ValueError) stops the rest; what runs is left resumable. One job runs in
@@ -111,7 +121,7 @@ def run_tasks(pending: Sequence[RunTask | CommandTask], jobs: int, event: Event)
     if jobs == 1 or len(pending) == 1:
         for task in pending:
             event(task.cell, {"kind": "start"})
-            states[task.cell] = run_cell(task, event)
+            states[task.cell] = _do(task, event)
             event(task.cell, {"kind": "end", "state": states[task.cell]})
         return states
     context = multiprocessing.get_context("spawn")
@@ -121,7 +131,7 @@ def run_tasks(pending: Sequence[RunTask | CommandTask], jobs: int, event: Event)
     for _ in range(jobs):
         inbox.put(None)
     saved = os.environ.get("OMP_NUM_THREADS")
-    if isinstance(pending[0], RunTask):  # a command has its threads from the user
+    if not isinstance(pending[0], CommandTask):  # a command has its threads from the user
         os.environ["OMP_NUM_THREADS"] = str(pending[0].threads)
     workers = [context.Process(target=_worker, args=(inbox, outbox, i), daemon=True) for i in range(jobs)]
     try:
@@ -168,7 +178,7 @@ def _worker(inbox: Any, outbox: Any, index: int) -> None:
     while (task := inbox.get()) is not None:
         outbox.put((task.cell, {"kind": "start"}))
         try:
-            state = run_cell(task, lambda cell, content: outbox.put((cell, content)))
+            state = _do(task, lambda cell, content: outbox.put((cell, content)))
         except BaseException as error:
             outbox.put((task.cell, {"kind": "error", "error": _portable(error)}))
             return

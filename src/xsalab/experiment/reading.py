@@ -37,12 +37,13 @@ from .design import (
     steps_of,
     tested_arms,
 )
+from .downstream import TABLES, read_downstream
 from .factors import Crossing, cross
 
 LEAST_ROWS = 4  # of a batch, for the null control to have an order to change
 TOP_LEVEL = (
     "name", "engine", "seeds", "baseline", "primary", "controls", "equal_time", "points", "arms", "factors", "plugins",
-    *SECTIONS,
+    *SECTIONS, *TABLES,
 )  # fmt: skip
 RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 
@@ -100,6 +101,7 @@ def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool =
         points, arms, tuple(cast(list[str], plugins)), path, _with_sets(path.read_text(encoding="utf-8"), sets),
         crossing.factors, crossing.levels, build(EqualTime, _table(tables, "equal_time", path), f"{path}: equal_time"),
         command=command, metric=command.metric_of(primary.metric) if command else Metric(),
+        downstream=None if command else read_downstream(tables, path),
     )  # fmt: skip
     if experiment.equal_time.rerun and not controls.timing:
         raise ValueError(f"{path}: equal_time.rerun = true needs the step times: set controls.timing = true")
