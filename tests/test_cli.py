@@ -28,7 +28,8 @@ from xsalab.model.variant import VARIANTS
 from xsalab.train import checkpoint
 
 VERBS = [
-    "plan", "data", "check", "run", "train", "status", "report", "compare", "align", "calibrate", "sample",
+    "plan", "data", "check", "run", "train", "status", "report", "compare", "align", "calibrate", "sample", "chat",
+    "chatcore",
 ]  # fmt: skip
 
 
