@@ -1,145 +1,21 @@
-"""Reads a checkpoint and a tokenizer of karpathy/nanochat. No pickle is executed.
+"""nanochat's tokenizer: a pickle of a tiktoken ``Encoding``, read as data.
 
-The weights are read by torch's weights-only loader. The tokenizer is a pickle of a tiktoken ``Encoding``: its
-opcodes are read as data, those that build numbers, strings and dicts alone, and its one class is never made.
+Of its opcodes those are followed that build numbers, strings and dicts alone; its one class is never made.
 """
 
 from __future__ import annotations
 
-import json
-import pickle
 import pickletools
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Int64
 from tokenizers import Regex, pre_tokenizers
-from torch import Tensor
-
-from ..model import GPT, ModelConfig, VariantChoice
 
 BOS = "<|bos|>"
-
-# our parameter name for nanochat's; {} is a layer
-NAMES = {
-    "transformer.wte.weight": "embedding.weight",
-    "transformer.h.{}.attn.c_q.weight": "blocks.{}.attention.w_q.weight",
-    "transformer.h.{}.attn.c_k.weight": "blocks.{}.attention.w_k.weight",
-    "transformer.h.{}.attn.c_v.weight": "blocks.{}.attention.w_v.weight",
-    "transformer.h.{}.attn.c_proj.weight": "blocks.{}.attention.w_o.weight",
-    "transformer.h.{}.attn.ve_gate.weight": "blocks.{}.attention.value_gate.weight",
-    "transformer.h.{}.mlp.c_fc.weight": "blocks.{}.mlp.w1.weight",
-    "transformer.h.{}.mlp.c_proj.weight": "blocks.{}.mlp.w2.weight",
-    "value_embeds.{}.weight": "value_embeddings.{}.weight",
-    "lm_head.weight": "head.weight",
-    "resid_lambdas": "residual",
-    "x0_lambdas": "x0",
-    "smear_gate.weight": "smear_gate.weight",
-    "smear_lambda": "smear",
-    "backout_lambda": "backout",
-}
-# our field for each of nanochat's model_config
-FIELDS = {
-    "sequence_len": "context",
-    "vocab_size": "vocab_size",
-    "n_layer": "depth",
-    "n_head": "heads",
-    "n_kv_head": "kv_heads",
-    "n_embd": "width",
-    "window_pattern": "window",
-}
-
-
-def read_checkpoint(
-    folder: Path, step: int | None = None, choice: VariantChoice | None = None, dtype: torch.dtype = torch.float32
-) -> tuple[GPT, NanochatTokenizer]:
-    """The model of ``model_<step>.pt`` and ``meta_<step>.json`` with the tokenizer beside them.
-
-    ``step`` None takes the highest step that has both files. ``choice`` puts a variant of attention into the
-    model; parameters of its own keep their first values. Raises ValueError naming the file, and the tensor that
-    is missing, left over or of another shape.
-    """
-    folder = Path(folder)
-    step = latest_step(folder) if step is None else step
-    weights_path, meta_path = folder / f"model_{step:06d}.pt", folder / f"meta_{step:06d}.json"
-    model = GPT(_read_config(meta_path), choice, dtype=dtype)
-    load_weights(model, _read_tensors(weights_path), str(weights_path))
-    tokenizer = NanochatTokenizer.read(folder / "tokenizer.pkl")
-    if tokenizer.vocab_size != model.config.vocab_size:
-        raise ValueError(
-            f"{folder / 'tokenizer.pkl'}: {tokenizer.vocab_size} tokens, but {meta_path.name} says "
-            f"vocab_size = {model.config.vocab_size}; take the tokenizer that the model was trained with"
-        )
-    return model, tokenizer
-
-
-def latest_step(folder: Path) -> int:
-    """The highest step with both model and meta file; by number, whatever else lies there."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder")
-    found = [re.fullmatch(r"model_(\d+)\.pt", path.name) for path in folder.iterdir()]
-    steps = [int(match[1]) for match in found if match and (folder / f"meta_{match[1]}.json").is_file()]
-    if not steps:
-        raise ValueError(f"{folder}: holds no nanochat checkpoint, model_<step>.pt with meta_<step>.json")
-    return max(steps)
-
-
-def _read_config(path: Path) -> ModelConfig:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))["model_config"]
-        return ModelConfig(**{FIELDS[name]: value for name, value in values.items()})
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except KeyError as error:
-        raise ValueError(f"{path}: no field of nanochat's model_config is called {error}, or it is missing") from None
-    except (TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path}: not the meta file of a nanochat checkpoint: {error}") from None
-
-
-def _read_tensors(path: Path) -> Mapping[str, Tensor]:
-    try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = str(error).splitlines()[0] if str(error) else "the file is empty"
-        raise ValueError(f"{path}: not a file of tensors alone; nothing in it was executed ({reason})") from None
-    if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise ValueError(f"{path}: not a table of tensors by name")
-    return tensors
-
-
-@torch.no_grad()
-def load_weights(model: GPT, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Copies nanochat's tensors into ``model``; each is used once, and each parameter is filled."""
-    own = {name: parameter for name, parameter in model.named_parameters() if ".variant." not in name}
-    missing = set(own)
-    for theirs, tensor in tensors.items():
-        name = our_name(theirs.removeprefix("_orig_mod."))  # written by a compiled model
-        if name is None or name not in own:
-            raise ValueError(f"{where}: tensor {theirs} {tuple(tensor.shape)} has no place in this model")
-        if name not in missing:
-            raise ValueError(f"{where}: tensor {theirs} is there twice")
-        if own[name].shape != tensor.shape:
-            raise ValueError(
-                f"{where}: tensor {theirs} is {tuple(tensor.shape)}, the model's {name} {tuple(own[name].shape)}"
-            )
-        own[name].copy_(tensor)
-        missing.remove(name)
-    if missing:
-        raise ValueError(f"{where}: no tensor for {', '.join(sorted(missing))}")
-
-
-def our_name(theirs: str) -> str | None:
-    """Our name of nanochat's parameter; None where there is none."""
-    numbers = re.findall(r"(?<=\.)\d+(?=\.)", theirs)
-    ours = NAMES.get(re.sub(r"(?<=\.)\d+(?=\.)", "{}", theirs))
-    return ours.format(*numbers) if ours else None
 
 
 class NanochatTokenizer:
