@@ -1,4 +1,4 @@
-"""The verbs: data, check, run, status, report, train, sample. Each is a few lines that call one function.
+"""The verbs. Each is a few lines that call one function.
 
 Exit codes: 0 done; 1 a check failed or a run diverged; 2 a mistake in what was asked; 130 interrupted.
 """
