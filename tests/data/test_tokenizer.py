@@ -70,7 +70,7 @@ def test_special_tokens_have_the_last_ids() -> None:
 
 
 def test_the_byte_alphabet_is_the_library_s() -> None:
-    ours = tokenizer._byte_alphabet()
+    ours = tokenizer.byte_alphabet()
     assert sorted(ours.values()) == sorted(pre_tokenizers.ByteLevel.alphabet())
     level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     for text in map(chr, [*range(1, 0x800, 7), 0x20AC, 0x1F600]):

@@ -7,6 +7,7 @@ part of a character too: they are counted on bytes and never on decoded strings.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -60,7 +61,7 @@ class Tokenizer:
         self.specials: dict[str, int] = {token["content"]: token["id"] for token in self._json["added_tokens"]}
         # Encoding must not know the special tokens, or their literal text would become one.
         self._encoder = _encoder({**self._json, "added_tokens": []})
-        byte_of = {character: byte for byte, character in _byte_alphabet().items()}
+        byte_of = {character: byte for byte, character in byte_alphabet().items()}
         by_id = sorted(self._json["model"]["vocab"].items(), key=lambda item: item[1])
         self._bytes: list[bytes] = [bytes(byte_of[character] for character in token) for token, _ in by_id]
         self._names: list[bytes] = self._bytes + [name.encode() for name in self.specials]
@@ -118,6 +119,10 @@ class Tokenizer:
         """Writes a tokenizer.json that Hugging Face ``tokenizers`` loads as well."""
         write_atomic(Path(path), json.dumps(self._json, ensure_ascii=False, indent=1) + "\n")
 
+    def table(self) -> dict[str, Any]:
+        """What tokenizer.json holds, as a copy."""
+        return copy.deepcopy(self._json)
+
     @property
     def vocab_size(self) -> int:
         """Number of ids, special tokens included."""
@@ -156,7 +161,7 @@ class Tokenizer:
         return np.array([len(token) for token in self._bytes] + [0] * len(self.specials), dtype=np.int64)
 
 
-def _byte_alphabet() -> dict[int, str]:
+def byte_alphabet() -> dict[int, str]:
     """The character that byte-level BPE writes for each byte.
 
     Bytes that print in Latin-1 stand for themselves, the others get the characters from U+0100 on, in order.
@@ -191,8 +196,8 @@ def _checked(text: str) -> dict[str, Any]:
             "its model is not BPE": model["type"] != "BPE",
             "it drops merges at random": bool(model.get("dropout")),
             "it cuts or pads texts": bool(tokenizer.get("truncation") or tokenizer.get("padding")),
-            "it is not byte-level": set("".join(model["vocab"])) != set(_byte_alphabet().values())
-            or not set(_byte_alphabet().values()) <= set(model["vocab"]),
+            "it is not byte-level": set("".join(model["vocab"])) != set(byte_alphabet().values())
+            or not set(byte_alphabet().values()) <= set(model["vocab"]),
             "ids of ordinary tokens are not 0, 1, 2, …": ids != list(range(len(ids))),
             "special tokens do not follow the ordinary ones": [token["id"] for token in added]
             != list(range(len(ids), len(ids) + len(added))),

@@ -27,12 +27,13 @@ from .loop import TrainState
 KEEP = 2
 
 
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
     """A safetensors file, written whole or not at all."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary)
+        held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(held, temporary, **({"metadata": dict(metadata)} if metadata else {}))
         _flush(temporary)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
