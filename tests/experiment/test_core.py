@@ -49,6 +49,18 @@ def test_answers_are_kept_and_asked_again_only_where_the_question_changed(
     assert again.answers["next"] == result.answers["next"]
 
 
+def test_answers_of_two_bundles_are_not_mixed(run: Path, tmp_path: Path, xsalab: Any) -> None:
+    """Else a task of one would count in the figure of the other; a choice of tasks of one bundle goes on."""
+    whole = write_bundle(tmp_path / "b")
+    ask_core(run, CoreConfig(bundle=str(whole), tasks=("choose",)))
+    ask_core(run, CoreConfig(bundle=str(whole), tasks=("next",)))
+    other = write_bundle(tmp_path / "other", {"next": TASKS["next"]})
+    ran = xsalab("core", run, "--bundle", other)
+    assert ran.code == 2
+    assert "holds answers to choose, which this bundle has not" in ran.err
+    assert set(read_answers(run / "core")) == {"choose", "next"}
+
+
 def test_a_row_holds_what_the_answer_followed_from(run: Path, tmp_path: Path) -> None:
     """Options' log-likelihoods and lengths give the choice, and with gold the value, for every item."""
     ask_core(run, CoreConfig(bundle=str(write_bundle(tmp_path / "b"))))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from eval.bundles import write_bundle
+from eval.bundles import TASKS, write_bundle
 from eval.chat_items import write_tasks
 from xsalab.experiment.answers import read_answers
 from xsalab.experiment.downstream import carry_out, downstream_tasks, read_downstream
@@ -23,11 +23,13 @@ TALK = [
 def tables(tmp_path: Path) -> dict[str, Any]:
     """What is asked after training, in files beside the experiment's."""
     write_bundle(tmp_path / "b")
+    write_bundle(tmp_path / "own", {"mine": TASKS["which"]})
     write_tasks(tmp_path / "chat")
     text = "".join(json.dumps({"messages": messages}) + "\n" for messages in TALK)
     (tmp_path / "talk.jsonl").write_text(text, encoding="utf-8")
     return {
         "core": {"bundle": "b"},
+        "tasks": {"bundle": "own", "max_per_task": 2},
         "sft": {"sources": ["talk.jsonl x 2"], "batch_tokens": 64, "steps": 2},
         "chatcore": {"data": "chat", "max_categorical": 3, "max_generated": 2, "max_new_tokens": 4},
     }
@@ -85,10 +87,11 @@ def test_a_run_is_asked_all_of_it_once(lab: Callable[..., Any], tables: dict[str
     events: list[dict[str, Any]] = []
     assert carry_out(task, lambda cell, content: events.append(content)) == "asked"
     assert set(read_answers(run.path / "core")) == {"choose", "which", "next"}
+    assert len(read_answers(run.path / "tasks")["mine"].scores) == 2
     assert RunFolder(run.path / "sft").state == "finished"
     assert len(read_answers(run.path / "sft" / "chatcore")) == 4  # code is not run unless asked for
     done = {event["part"]: event["done"] / event["total"] for event in events if event["kind"] == "part"}
-    assert done == {"core": 1.0, "sft": 1.0, "chatcore": 1.0}
+    assert done == {"core": 1.0, "tasks": 1.0, "sft": 1.0, "chatcore": 1.0}
     assert any("HumanEval" in event.get("text", "") for event in events)
     assert downstream_tasks(found.experiment, found.store) == []
 
@@ -122,6 +125,7 @@ def test_one_command_ends_with_everything_in_one_report(
     names = " ".join(row["name"] for row in content["benchmarks"])
     assert "CORE" in names
     assert "ChatCORE" in names
+    assert "own tasks" in names
     assert "chat bpb" in names
     page = Path(content["report"]).read_text(encoding="utf-8")
     assert "CORE" in page

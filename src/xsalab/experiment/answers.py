@@ -1,6 +1,7 @@
 """Answers to benchmarks, beside the run that gave them: one Parquet file a task, one row an item.
 
 RUN/core/TASK.parquet        CORE of the base model
+RUN/tasks/TASK.parquet       tasks of the user's own, in a bundle of CORE's layout
 RUN/sft/core/TASK.parquet    of the fine-tuned one, where it was asked
 RUN/sft/chatcore/TASK.parquet
 
@@ -23,7 +24,8 @@ from ..eval import ItemScore, TaskAnswers
 from ..files import make_folder, write_atomic
 from .store import read_parquet
 
-BENCHMARKS = {"core": "CORE", "chatcore": "ChatCORE"}  # folder -> name in words, in the order they are told
+# folder -> name in words, in the order they are told
+BENCHMARKS = {"core": "CORE", "tasks": "own tasks", "chatcore": "ChatCORE"}
 _META = b"xsalab"
 
 

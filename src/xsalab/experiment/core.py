@@ -61,43 +61,50 @@ class CoreResult:
         }  # fmt: skip
 
 
-def find_bundle(config: CoreConfig) -> tuple[Bundle, int]:
-    """The tasks that are asked, and how many the bundle has. Raises ValueError where there is no such bundle."""
+def find_bundle(config: CoreConfig) -> tuple[Bundle, list[str]]:
+    """The tasks that are asked, and the names of all in the bundle. ValueError where there is no such bundle."""
     if not config.bundle:
         raise ValueError("no bundle is given: a folder or zip with core.yaml, or the https address of a zip and sha256")
     folder = open_bundle(config.bundle, config.sha256, CACHE)
     whole = read_bundle(folder)
     chosen = read_bundle(folder, config.tasks) if config.tasks else whole
-    return chosen, len(whole.tasks) + len(whole.faults)
+    return chosen, [*(task.name for task in whole.tasks), *whole.faults]
 
 
-def open_model(folder: Path, out: Path) -> tuple[GPT, Encoder, Path]:
+def open_model(folder: Path, out: Path, name: str = "core") -> tuple[GPT, Encoder, Path]:
     """The model and tokenizer of a run, or of a nanochat checkpoint, and where its answers are kept.
 
     Of a checkpoint, a folder with model_<step>.pt, the last step: under ``out``/nanochat.
     """
     if any(folder.glob("model_*.pt")):
         model, tokenizer = read_checkpoint(folder)
-        return model, tokenizer, out / "nanochat" / f"{folder.resolve().name}-{latest_step(folder):06d}" / "core"
+        return model, tokenizer, out / "nanochat" / f"{folder.resolve().name}-{latest_step(folder):06d}" / name
     model, corpus, _ = load_run(folder)
-    return model, corpus.tokenizer, folder / "core"
+    return model, corpus.tokenizer, folder / name
 
 
 def ask_core(
     run: Path,
     config: CoreConfig,
     *,
+    name: str = "core",
     out: Path = Path("out"),
     progress: Callable[[float, float, str], None] = lambda done, total, task: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> CoreResult:
     """Asks what is not there yet; each task's answers are kept as soon as they are complete.
 
-    progress: (items done, of all, the task). note: a line for the user. Raises ValueError where the bundle or the run
-    is not there, or no task can be asked.
+    name: of the folder with the answers, answers.BENCHMARKS. progress: (items done, of all, the task). note: a line for
+    the user. Raises ValueError where the bundle or the run is not there, no task can be asked, or the folder holds
+    answers to another bundle's tasks: they would become part of the figure.
     """
-    bundle, tasks = find_bundle(config)
-    model, tokenizer, folder = open_model(run, out)
+    bundle, names = find_bundle(config)
+    model, tokenizer, folder = open_model(run, out, name)
+    if strange := sorted(path.stem for path in folder.glob("*.parquet") if path.stem not in names):
+        raise ValueError(
+            f"{folder}: holds answers to {', '.join(strange[:4])}, which this bundle has not; "
+            "delete them, or give the bundle that they are of"
+        )
     total = sum(len(kept_items(task, config.max_per_task)) for task in bundle.tasks)
     left_out, answers, done = dict(bundle.faults), {}, 0
 
@@ -120,4 +127,4 @@ def ask_core(
             note(f"{task.name}: {len(faulty)} items cannot be read and are left out, the first is {first}")
     if not answers:
         raise ValueError("no task was asked: " + "; ".join(f"{task}: {why}" for task, why in left_out.items()))
-    return CoreResult(folder, answers, left_out, tasks)
+    return CoreResult(folder, answers, left_out, len(names))

@@ -1,4 +1,6 @@
-"""After training: CORE, fine-tuning and ChatCORE of every run, as the experiment's tables [core], [sft], [chatcore] say.
+"""After training: CORE, own tasks, fine-tuning and ChatCORE of every run, as the experiment's tables say.
+
+[core] and [tasks] name bundles of one layout; what is in the second is told under its own name and is no part of CORE.
 
 They are no part of a run's configuration: a run that is there can be asked more later, and what is there is kept.
 """
@@ -17,6 +19,7 @@ from ..config import build, digest, dump
 from ..eval.chat_prompts import ChatCoreConfig
 from ..eval.chat_tasks import HUB
 from ..eval.core import CoreConfig
+from .answers import BENCHMARKS
 from .chatcore import ask_chat_core
 from .core import ask_core, find_bundle
 from .design import Cell, Experiment, expand, resolve
@@ -24,7 +27,8 @@ from .sft import SftConfig, fine_tune
 from .store import RunFolder, RunStore
 
 Event = Callable[[Cell, dict[str, Any]], None]
-TABLES: dict[str, type] = {"core": CoreConfig, "sft": SftConfig, "chatcore": ChatCoreConfig}
+TABLES: dict[str, type] = {"core": CoreConfig, "tasks": CoreConfig, "sft": SftConfig, "chatcore": ChatCoreConfig}
+BUNDLES = ("core", "tasks")
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class Downstream:
     """What the runs of an experiment are asked after training; None where it is not."""
 
     core: CoreConfig | None = None
+    tasks: CoreConfig | None = None
     sft: SftConfig | None = None
     chatcore: ChatCoreConfig | None = None
 
@@ -69,10 +74,13 @@ def read_downstream(tables: Mapping[str, Any], path: Path) -> Downstream | None:
         if not isinstance(tables[name], dict):
             raise ValueError(f"{path}: {name} = {tables[name]!r}: must be a table, [{name}]")
         found[name] = build(kind, tables[name], f"{path}: {name}")
-    if core := found.get("core"):
-        if not core.bundle:
-            raise ValueError(f"{path}: core.bundle is missing: a folder or zip with core.yaml, or an https address")
-        found["core"] = dataclasses.replace(core, bundle=_beside(path, core.bundle))
+    for name in BUNDLES:
+        if asked := found.get(name):
+            if not asked.bundle:
+                raise ValueError(
+                    f"{path}: {name}.bundle is missing: a folder or zip with core.yaml, or an https address"
+                )
+            found[name] = dataclasses.replace(asked, bundle=_beside(path, asked.bundle))
     if sft := found.get("sft"):
         sources, validation = (tuple(_beside(path, text) for text in side) for side in (sft.sources, sft.validation))
         found["sft"] = dataclasses.replace(sft, sources=sources, validation=validation)
@@ -88,8 +96,9 @@ def _beside(path: Path, text: str) -> str:
 
 def check_downstream(downstream: Downstream) -> None:
     """What can be known before anything is trained: whether the questions are there. Raises ValueError."""
-    if downstream.core:
-        find_bundle(downstream.core)
+    for name in BUNDLES:
+        if asked := getattr(downstream, name):
+            find_bundle(asked)
     if downstream.sft:
         for source in (*downstream.sft.choice.sources, *downstream.sft.choice.validation):
             if not source.where.startswith("hub:"):
@@ -117,7 +126,8 @@ def downstream_tasks(experiment: Experiment, store: RunStore, unsafe_code: bool 
 
 def _stamps(downstream: Downstream) -> list[Any]:
     """Of the files with questions: name, size and time. Another stamp asks again what has really changed, no more."""
-    roots = [Path(config) for config in (_source(downstream.core, "bundle"), _source(downstream.chatcore, "data"))]
+    named = [_source(getattr(downstream, name), "bundle") for name in BUNDLES]
+    roots = [Path(name) for name in (*named, _source(downstream.chatcore, "data"))]
     files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*")))]
     return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
 
@@ -144,12 +154,13 @@ def carry_out(task: DownstreamTask, event: Event = lambda cell, content: None) -
     def note(text: str) -> None:
         event(task.cell, {"kind": "note", "text": text})
 
-    if task.downstream.core:
-        tell = progress("core")
-        result = ask_core(task.folder, task.downstream.core, progress=tell, note=note)
-        for line in result.notes():
-            note(f"CORE: {line}")
-        tell(1, 1, "CORE")
+    for name in BUNDLES:
+        if asked := getattr(task.downstream, name):
+            tell = progress(name)
+            result = ask_core(task.folder, asked, name=name, progress=tell, note=note)
+            for line in result.notes():
+                note(f"{BENCHMARKS[name]}: {line}")
+            tell(1, 1, BENCHMARKS[name])
     if task.downstream.sft:
         tell = progress("sft")
 
@@ -164,10 +175,10 @@ def carry_out(task: DownstreamTask, event: Event = lambda cell, content: None) -
         tell(1, 1, "fine-tuning")
     if task.downstream.chatcore and state != "diverged":
         tell = progress("chatcore")
-        asked = ask_chat_core(
+        chat = ask_chat_core(
             task.folder, task.downstream.chatcore, unsafe_code=task.unsafe_code, progress=tell, note=note
         )
-        for line in asked.notes():
+        for line in chat.notes():
             note(f"ChatCORE: {line}")
         tell(1, 1, "ChatCORE")
     run.write("downstream", {"stamp": task.stamp, "state": state, **dump(task.downstream)})
