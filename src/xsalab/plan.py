@@ -27,7 +27,7 @@ from .experiment.building import build_state, derived
 from .experiment.design import Cell, Experiment, RunConfig, combinations, contrasts, expand, resolve
 from .experiment.fingerprint import machine
 from .experiment.fleet import default_jobs
-from .experiment.outcome import in_family
+from .experiment.judging import in_family
 from .experiment.pairing import pairs
 from .experiment.store import RunStore
 from .experiment.timing import BUSY, measured_costs

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data.texts import sentences
-from xsalab.data import Corpus, DataConfig, Tokenizer, prepare
+from xsalab.data import Corpus, DataConfig, Tokenizer, prepare, storage
 from xsalab.data import corpus as corpus_module
 
 
@@ -311,7 +311,7 @@ def test_interrupted_packing_starts_again(corpus: Corpus, monkeypatch: pytest.Mo
         with pytest.raises(KeyboardInterrupt):
             corpus.rows(16)
     with monkeypatch.context() as patch:
-        patch.setattr(corpus_module, "_append", broken)
+        patch.setattr(storage, "append", broken)
         with pytest.raises(KeyboardInterrupt):
             corpus.rows(16)
     assert not list(corpus.folder.glob("*.partial"))
@@ -320,8 +320,8 @@ def test_interrupted_packing_starts_again(corpus: Corpus, monkeypatch: pytest.Mo
 
 def test_a_full_disk_is_told_in_bytes(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     message = r"disk full: 2,000 bytes needed, [\d,]+ free.*/dev/full"
-    with pytest.raises(OSError, match=message), corpus_module._writing(Path("/dev/full")) as file:
-        corpus_module._append(file, np.zeros(1000, dtype=np.uint16))
+    with pytest.raises(OSError, match=message), storage.writing(Path("/dev/full")) as file:
+        storage.append(file, np.zeros(1000, dtype=np.uint16))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 5))  # type: ignore[attr-defined]
     with pytest.raises(OSError, match=r"disk full: [\d,]+ bytes needed, 5 free"):
         corpus.rows(16)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from xsalab.data import Rows, batch_at
 from xsalab.data import rows as rows_module
-from xsalab.data.rows import Packing, nanochat_rows, pack
+from xsalab.data.rows import Packing, mixed, nanochat_rows, pack, pack_whole
 
 BOS, PAD = 1, 0
 
@@ -218,3 +218,61 @@ def test_impossible_batches_are_refused() -> None:
         ids(0, world=3)
     with pytest.raises(ValueError, match=r"seed = -1"):
         ids(0, seed=-1)
+
+
+# Conversations
+
+
+def conversations_of(lengths: Sequence[int]) -> list[np.ndarray]:
+    """(n, 2): tokens of which none occurs twice, and a mask over every second one."""
+    return [np.stack((tokens, np.arange(len(tokens)) % 2), axis=1) for tokens in documents_of(lengths)]
+
+
+def simple_whole(lengths: Sequence[int], width: int, buffer: int) -> list[list[list[int]]]:
+    """nanochat's rule again (sft_data_generator_bos_bestfit), in lists and linear searches; one pass."""
+    coming = [conversation.tolist() for conversation in conversations_of(lengths)]
+    waiting: list[list[list[int]]] = []
+    rows: list[list[list[int]]] = []
+    while coming or waiting:
+        row: list[list[int]] = []
+        while True:
+            while coming and len(waiting) < buffer:
+                waiting.append(coming.pop(0))
+            best = -1
+            for i, conversation in enumerate(waiting):
+                fits = len(conversation) <= width - len(row)
+                if fits and (best < 0 or len(conversation) > len(waiting[best])):
+                    best = i
+            if best < 0:
+                break
+            row += waiting.pop(best)
+        rows.append(row + [[PAD, 0]] * (width - len(row)))
+    return rows
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), min_size=1, max_size=60), width=st.integers(20, 40), buffer=st.integers(1, 12)
+)
+@settings(max_examples=100, deadline=None)
+def test_conversations_are_packed_whole_as_nanochat_does(lengths: list[int], width: int, buffer: int) -> None:
+    """F076: none is cut or lost, every row begins with one, and the rest of a row is padding that counts nothing."""
+    packing = Packing()
+    rows = list(pack_whole(conversations_of(lengths), pad=PAD, width=width, buffer=buffer, packing=packing))
+    assert [row.tolist() for row in rows] == simple_whole(lengths, width, buffer)
+    assert (packing.documents, packing.tokens, packing.cut_documents) == (len(lengths), sum(lengths), 0)
+    assert packing.rows * width == packing.tokens + packing.padding
+
+
+def test_a_mask_takes_targets_out_and_leaves_inputs() -> None:
+    """F078: a target counts where its own place in the mask is 1, whatever stands before it."""
+    tokens = np.array([[1, 5, 6, 7], [1, 8, 9, 0]], dtype=np.uint16)
+    mask = np.array([[0, 0, 1, 1], [0, 1, 0, 1]], dtype=np.uint16)
+    batch = batch_at(Rows(tokens, pad=0, digest="x", mask=mask), seed=0, step=0, batch_rows=2)
+    order = np.argsort(batch.row_ids.numpy())
+    assert batch.inputs[order].tolist() == [[1, 5, 6], [1, 8, 9]]
+    assert batch.targets[order].tolist() == [[-1, 6, 7], [8, -1, -1]]
+
+
+def test_sources_are_mixed_in_an_order_that_never_changes() -> None:
+    assert mixed(10).tolist() == [6, 7, 9, 5, 1, 4, 8, 3, 0, 2]
+    assert sorted(mixed(1000).tolist()) == list(range(1000))

@@ -8,9 +8,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from xsalab.data.chat_rows import TokenConversation
 from xsalab.data.corpus import TokenDocument
 from xsalab.eval import ItemScore
-from xsalab.eval.bits_per_byte import bits_per_byte, row_bits_per_byte, total_bpb, windows_of
+from xsalab.eval.bits_per_byte import (
+    answer_bits_per_byte,
+    bits_per_byte,
+    row_bits_per_byte,
+    total_bpb,
+    windows_of,
+)
 from xsalab.model import GPT, ModelConfig
 
 BOS = 49
@@ -281,3 +288,50 @@ def test_rows_without_bytes_are_an_error(rows: np.ndarray, message: str) -> None
     """F075, F105."""
     with pytest.raises(ValueError, match=message):
         row_bits_per_byte(build(), rows, SIZES)
+
+
+# Answers
+
+
+def conversations(lengths: list[int]) -> list[TokenConversation]:
+    """The start token, then ordinary and special tokens, about half of them the assistant's, the last one surely."""
+    random = np.random.default_rng(1)
+    found = []
+    for number, length in enumerate(lengths):
+        tokens = random.choice([3, 20, 47, 48, 49], length).astype(np.uint16)
+        mask = random.integers(0, 2, length).astype(np.uint16)
+        tokens[0], mask[0], tokens[-1], mask[-1] = BOS, 0, 7, 1
+        found.append(TokenConversation(f"c{number}", tokens, mask))
+    return found
+
+
+def test_answers_are_scored_by_the_assistant_s_own_text() -> None:
+    """F078, F114: nats and bytes of its ordinary tokens alone, against one plain pass a conversation."""
+    model, talks = build(), conversations([2, 17, 9, 13, 17])
+    scores = answer_bits_per_byte(model, talks, SIZES, batch_rows=2)
+    for talk, score in zip(talks, scores, strict=True):
+        tokens = torch.from_numpy(talk.tokens.astype(np.int64))
+        with torch.no_grad():
+            nats = F.cross_entropy(model(tokens[None, :-1])[0], tokens[1:], reduction="none").double().numpy()
+        counted = [i for i in range(1, len(tokens)) if talk.mask[i] and talk.tokens[i] < 48]
+        assert (score.task, score.item) == ("sft", talk.id)
+        assert score.weight == sum(SIZES[talk.tokens[i]] for i in counted)
+        assert score.value == pytest.approx(sum(nats[i - 1] for i in counted), rel=1e-6)
+
+
+def test_answers_do_not_depend_on_their_batch() -> None:
+    """F145: alone, in twos and all together."""
+    model, talks = build(), conversations([5, 17, 9, 2])
+    one, two, all_ = (answer_bits_per_byte(model, talks, SIZES, batch_rows=rows) for rows in (1, 2, 16))
+    for a, b, c in zip(one, two, all_, strict=True):
+        assert a.value == pytest.approx(b.value, rel=1e-6)
+        assert a.value == pytest.approx(c.value, rel=1e-6)
+
+
+def test_answers_without_a_byte_are_an_error() -> None:
+    """F075: no text of the assistant at all."""
+    silent = TokenConversation("c", np.array([BOS, 3, 48], np.uint16), np.array([0, 0, 1], np.uint16))
+    with pytest.raises(ValueError, match="no bytes to evaluate in 1 conversations"):
+        answer_bits_per_byte(build(), [silent], SIZES)
+    with pytest.raises(ValueError, match="no conversations"):
+        answer_bits_per_byte(build(), [], SIZES)

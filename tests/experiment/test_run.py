@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from xsalab.eval.validation import evaluate
-from xsalab.experiment import fleet, plugins
+from xsalab.experiment import fleet, hooks, plugins
 from xsalab.experiment import run as runs
 from xsalab.experiment.fleet import begin_experiment, run_tasks, tasks
 from xsalab.experiment.outcome import outcome
@@ -186,7 +186,7 @@ def test_an_evaluation_that_fails_loses_no_training(
     assert (run.path / "checkpoints" / "step-000000004").is_dir()
     monkeypatch.undo()
     calls = []
-    monkeypatch.setattr(runs, "save_checkpoint", lambda *_: calls.append(1))
+    monkeypatch.setattr(hooks, "save_checkpoint", lambda *_: calls.append(1))
     assert numbers_of(home.run()) == whole
     assert not calls, "nothing was trained again"
 

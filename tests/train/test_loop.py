@@ -249,3 +249,21 @@ def test_automatic_bfloat16_follows_the_processor(monkeypatch: pytest.MonkeyPatc
 
 def test_the_schedule_is_of_the_runs_own_length() -> None:
     assert OptimConfig(warmup_steps=3).schedule_over(17).steps == 17
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_schedule_stays_at_its_end_in_fine_tuning(ended: bool, fresh: State, batch_of: BatchOf) -> None:
+    """α from 0 to 1 over four steps, and 1 throughout where the schedules have ended."""
+    state = fresh({"alpha": {"from": 0.0, "to": 1.0}})
+    state.schedules_ended = ended
+    seen: list[float] = []
+
+    class Watch(Hook):
+        def before_step(self, state: TrainState) -> None:
+            seen.append(state.model.variants()[0].logged()["alpha"])
+
+        def after_step(self, state: TrainState, metrics: StepMetrics) -> None:
+            seen.append(state.model.variants()[0].logged()["alpha"])
+
+    train(state, batch_of, SCHEDULE, hooks=[Watch()])
+    assert seen == ([1.0] * 9 if ended else [0, 0, 0.25, 0.25, 0.5, 0.5, 0.75, 0.75, 1])

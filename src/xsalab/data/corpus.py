@@ -6,21 +6,16 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import itertools
 import json
 import math
-import os
 import platform
-import shutil
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -28,16 +23,32 @@ import pyarrow.parquet as pq
 from filelock import FileLock
 
 from ..config import digest, dump
-from ..files import explain_disk, write_atomic
+from ..files import write_atomic
 from .rows import Packing, Rows, pack
 from .sources import DataConfig, Document, Source, SourceFile, list_files, open_source, share_of
+from .storage import (
+    append,
+    batched,
+    build_folder,
+    fingerprint,
+    lock_path,
+    map_file,
+    require_room,
+    sha256,
+    sync_folder,
+    threaded,
+    to_json,
+    verified_manifest,
+    verify,
+    write_rows,
+    writing,
+)
 from .tokenizer import Tokenizer
 
 FORMAT = 1  # of the prepared folder; a change of layout prepares anew
 SIDES = ("train", "validation")
 DUPLICATE = "duplicate of a validation document"
 ENCODE_BATCH = 256  # documents a thread encodes at once
-T = TypeVar("T")
 Progress = Callable[[str, float], None]
 
 
@@ -61,7 +72,7 @@ class Corpus:
 
     def documents(self, side: str) -> list[TokenDocument]:
         """The documents of "train" or "validation" in source order; tokens are views of the mapped file."""
-        tokens = _map(self.folder / f"{side}.bin", self.manifest["dtype"])
+        tokens = map_file(self.folder / f"{side}.bin", self.manifest["dtype"])
         index = pq.read_table(self.folder / f"{side}.documents.parquet")
         ends = np.cumsum(index.column("tokens").to_numpy())
         starts = ends - index.column("tokens").to_numpy()
@@ -84,13 +95,13 @@ class Corpus:
             raise ValueError(f"context = {context}: must be at least 1")
         data, about = self.folder / f"rows-{context}.bin", self.folder / f"rows-{context}.json"
         dtype, pad = self.manifest["dtype"], self.tokenizer.pad
-        with FileLock(_lock(self.folder)):
+        with FileLock(lock_path(self.folder)):
             if about.exists():
                 counts = json.loads(about.read_text(encoding="utf-8"))
-                _verify(data, counts, f"delete {about} to pack again")
+                verify(data, counts, f"delete {about} to pack again")
             else:
                 tokens = self.manifest["train"]["tokens"] + self.manifest["train"]["documents"]
-                _require_room(self.folder, (tokens // context + 1) * (context + 1) * np.dtype(dtype).itemsize)
+                require_room(self.folder, (tokens // context + 1) * (context + 1) * np.dtype(dtype).itemsize)
                 packing = Packing()
                 packed = pack(
                     (document.tokens for document in self.documents("train")),
@@ -100,10 +111,10 @@ class Corpus:
                     buffer=self.manifest["config"]["pack_buffer"],
                     packing=packing,
                 )
-                _write_rows(data, packed, dtype)
-                counts = {"context": context, "dtype": dtype, **packing.summary(context + 1), **_fingerprint(data)}
-                write_atomic(about, _json(counts))
-        tokens = _map(data, dtype).reshape(-1, context + 1)
+                write_rows(data, packed, dtype)
+                counts = {"context": context, "dtype": dtype, **packing.summary(context + 1), **fingerprint(data)}
+                write_atomic(about, to_json(counts))
+        tokens = map_file(data, dtype).reshape(-1, context + 1)
         return Rows(tokens, pad, digest({"sha256": counts["sha256"], "context": context}), counts)
 
 
@@ -125,22 +136,13 @@ def prepare(config: DataConfig, vocab_size: int, home: Path, progress: Progress 
     key = _key(config, vocab_size, given)
     folder = Path(home) / "corpora" / digest(key)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(_lock(folder)):
+    with FileLock(lock_path(folder)):
         if folder.exists():
-            manifest = _verified_manifest(folder)
+            manifest = verified_manifest(folder)
             notes = _source_notes(config, manifest["sources"])
         else:
-            partial = folder.with_name(folder.name + ".partial")
-            if partial.exists():  # of a preparation that was killed: the lock is ours, so nobody writes there
-                shutil.rmtree(partial)
-            partial.mkdir()
-            try:
-                manifest = _build(config, key, vocab_size, given, partial, progress or (lambda stage, share: None))
-                os.replace(partial, folder)
-                _sync_folder(folder.parent)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
+            tell = progress or (lambda stage, share: None)
+            manifest = build_folder(folder, lambda partial: _build(config, key, vocab_size, given, partial, tell))
             notes = []
     return Corpus(folder, manifest, Tokenizer.load(folder / "tokenizer.json"), notes)
 
@@ -205,12 +207,14 @@ def _build(
         "overlap": len(train & validation),
         "skipped": dict(skipped["train"] + skipped["validation"]),
         "ignored_files": source.ignored,
-        "unigram_bits_per_byte": unigram_entropy(_map(folder / "validation.bin", dtype), counts["validation"]["bytes"]),
+        "unigram_bits_per_byte": unigram_entropy(
+            map_file(folder / "validation.bin", dtype), counts["validation"]["bytes"]
+        ),
         "sources": {file.name: _source_record(file) for file in source.files},
-        "files": {path.name: _fingerprint(path) for path in sorted(folder.iterdir())},
+        "files": {path.name: fingerprint(path) for path in sorted(folder.iterdir())},
     }
-    write_atomic(folder / "manifest.json", _json(manifest))
-    _sync_folder(folder)
+    write_atomic(folder / "manifest.json", to_json(manifest))
+    sync_folder(folder)
     progress("prepared", 1.0)
     return manifest
 
@@ -286,10 +290,10 @@ def _write_side(
         return index, np.fromiter(itertools.chain.from_iterable(encoded), dtype=dtype)
 
     index: list[tuple[str, bytes, int, int]] = []
-    with _writing(folder / f"{side}.bin") as file:
-        for entries, tokens in _threaded(encode, _batched(documents, ENCODE_BATCH)):
+    with writing(folder / f"{side}.bin") as file:
+        for entries, tokens in threaded(encode, batched(documents, ENCODE_BATCH)):
             index += entries
-            _append(file, tokens)
+            append(file, tokens)
     names, hashes, sizes, lengths = zip(*index, strict=True) if index else ((), (), (), ())
     table = pa.table(
         {
@@ -301,8 +305,8 @@ def _write_side(
     )
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
-    with _writing(folder / f"{side}.documents.parquet") as file:
-        _append(file, np.frombuffer(sink.getvalue(), dtype=np.uint8))
+    with writing(folder / f"{side}.documents.parquet") as file:
+        append(file, np.frombuffer(sink.getvalue(), dtype=np.uint8))
     return {"documents": len(index), "tokens": sum(lengths), "bytes": sum(sizes)}
 
 
@@ -313,27 +317,6 @@ def unigram_entropy(tokens: np.ndarray, size: int) -> float:
 
 
 # Verifying
-
-
-def _verified_manifest(folder: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        path = folder / "manifest.json"
-        raise ValueError(f"{path}: missing or damaged; delete {folder} to prepare again") from None
-    for name, expected in manifest["files"].items():
-        _verify(folder / name, expected, f"delete {folder} to prepare again")
-    return manifest
-
-
-def _verify(path: Path, expected: dict[str, Any], remedy: str) -> None:
-    """Raises ValueError unless ``path`` has the size and the SHA-256 that were written down."""
-    if not path.exists():
-        raise ValueError(f"{path}: missing; {remedy}")
-    if path.stat().st_size != expected["size"]:
-        raise ValueError(f"{path}: has {path.stat().st_size} bytes instead of {expected['size']}; {remedy}")
-    if _sha256(path) != expected["sha256"]:
-        raise ValueError(f"{path}: changed since it was written (SHA-256 differs); {remedy}")
 
 
 def _source_notes(config: DataConfig, frozen: dict[str, Any]) -> list[str]:
@@ -363,107 +346,8 @@ def _differs(path: Path, record: dict[str, Any]) -> bool:
     state = path.stat()
     if state.st_size == record["size"] and state.st_mtime_ns == record["mtime_ns"]:
         return False
-    return state.st_size != record["size"] or _sha256(path) != record["sha256"]
+    return state.st_size != record["size"] or sha256(path) != record["sha256"]
 
 
 def _source_record(file: SourceFile) -> dict[str, Any]:
-    return {**_fingerprint(file.path), "mtime_ns": file.path.stat().st_mtime_ns}
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    return {"size": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-# Files
-
-
-def _write_rows(path: Path, rows: Iterator[np.ndarray], dtype: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with _writing(partial) as file:
-            for block in _batched(rows, 4096):
-                _append(file, np.stack(block).astype(dtype))
-        os.replace(partial, path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
-
-
-def _map(path: Path, dtype: str) -> np.ndarray:
-    if not path.stat().st_size:
-        return np.zeros(0, dtype=dtype)  # an empty file cannot be mapped
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
-
-
-class _writing:
-    """A binary file that is on the disk when the block ends."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> FileIO:
-        self._file = self._path.open("wb", buffering=0)  # a buffer would hide the message by failing again on close
-        return self._file
-
-    def __exit__(self, *exception: object) -> None:
-        with self._file as file:
-            if exception[0] is None:
-                os.fsync(file.fileno())
-
-
-def _append(file: FileIO, values: np.ndarray) -> None:
-    """Writes ``values``. Raises OSError with the bytes needed and free where the disk is full."""
-    rest = memoryview(values.tobytes())
-    try:
-        while rest:  # an unbuffered file may take a part only
-            rest = rest[file.write(rest) :]
-    except OSError as error:
-        raise explain_disk(error, Path(str(file.name)), values.nbytes) from error
-
-
-def _require_room(folder: Path, needed: int) -> None:
-    """Raises OSError before anything is written where ``needed`` bytes do not fit on the disk of ``folder``."""
-    if shutil.disk_usage(folder).free < needed:
-        raise explain_disk(OSError(errno.ENOSPC, ""), folder, needed)
-
-
-def _threaded(work: Callable[[Any], T], items: Iterable[Any]) -> Iterator[T]:
-    """``map(work, items)`` on as many threads as there are processors, in order, with few items in flight."""
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ThreadPoolExecutor(threads) as pool:
-        pending: deque[Future[T]] = deque()
-        for item in items:
-            pending.append(pool.submit(work, item))
-            if len(pending) > 2 * threads:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-
-
-def _batched(items: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:
-    """Tuples of ``size`` items, the last perhaps shorter (itertools has it from Python 3.12 on)."""
-    iterator = iter(items)
-    while batch := tuple(itertools.islice(iterator, size)):
-        yield batch
-
-
-def _lock(folder: Path) -> Path:
-    return folder.with_name(folder.name + ".lock")
-
-
-def _sync_folder(folder: Path) -> None:
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
+    return {**fingerprint(file.path), "mtime_ns": file.path.stat().st_mtime_ns}

@@ -1,7 +1,8 @@
 """Documents to fixed rows, and a batch as a pure function of (rows, seed, step).
 
-``pack`` fills rows of context + 1 tokens without losing one. ``batch_at`` needs no state, so that resume is one
-integer and the arms of a pair read the same rows.
+``pack`` fills rows of context + 1 tokens without losing one; ``pack_whole`` fills them with conversations, of which
+only the assistant's tokens are targets. ``batch_at`` needs no state, so that resume is one integer and the arms of a
+pair read the same rows.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Packed rows: ``tokens`` (n, context + 1), memory-mapped; ``counts`` tells what packing did."""
+    """Packed rows: ``tokens`` (n, context + 1), memory-mapped; ``counts`` tells what packing did.
+
+    ``mask``, of the same shape, is 0 where a token is no target; None: every token but padding is one.
+    """
 
     tokens: np.ndarray
     pad: int
     digest: str
     counts: dict[str, Any] = field(default_factory=dict)
+    mask: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -39,7 +44,7 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """``inputs`` and ``targets`` int64 (b, t), a target −1 where it is padding; ``row_ids`` int64 (b,)."""
+    """``inputs`` and ``targets`` int64 (b, t), a target −1 where it does not count; ``row_ids`` int64 (b,)."""
 
     inputs: Tensor
     targets: Tensor
@@ -98,6 +103,30 @@ def pack(
             row, filled = np.full(width, pad, dtype=np.int64), 0
     if filled:
         packing.rows += 1
+        packing.padding += width - filled
+        yield row
+
+
+def pack_whole(
+    conversations: Iterable[np.ndarray], *, pad: int, width: int, buffer: int, packing: Packing
+) -> Iterator[np.ndarray]:
+    """Rows (width, 2) of whole conversations (n, 2) with n ≤ width: tokens, and a mask of those that are targets.
+
+    Every row begins with a conversation. It is filled with the longest of ``buffer`` conversations that fits (of equal
+    ones the oldest); when none fits, the rest is padding, which is no target: no conversation is cut. So does
+    nanochat's scripts/chat_sft.py, with 100 in the buffer. ``packing`` is counted up.
+    """
+    waiting = _Buffer(conversations, buffer)
+    while waiting:
+        row, filled = np.zeros((width, 2), dtype=np.int64), 0
+        row[:, 0] = pad
+        while (piece := waiting.longest_within(width - filled)) is not None:
+            row[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            packing.documents += 1
+        assert filled, "a conversation is longer than a row"
+        packing.rows += 1
+        packing.tokens += filled
         packing.padding += width - filled
         yield row
 
@@ -197,7 +226,15 @@ def batch_at(
     ids = ids[rank * share : (rank + 1) * share]
     tokens = torch.from_numpy(rows.tokens[ids].astype(np.int64))
     targets = tokens[:, 1:].clone()
-    return Batch(tokens[:, :-1].contiguous(), targets.masked_fill_(targets == rows.pad, -1), torch.from_numpy(ids))
+    targets.masked_fill_(targets == rows.pad, -1)
+    if rows.mask is not None:
+        targets.masked_fill_(torch.from_numpy(rows.mask[ids, 1:] == 0), -1)
+    return Batch(tokens[:, :-1].contiguous(), targets, torch.from_numpy(ids))
+
+
+def mixed(count: int) -> np.ndarray:
+    """An order of ``count`` things, int64, that is the same for every run: how several sources are mixed."""
+    return _permutation(count, 0, 0, stream=2)
 
 
 @lru_cache(maxsize=4)

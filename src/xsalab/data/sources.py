@@ -149,16 +149,17 @@ def open_source(config: DataConfig) -> Source:
 def list_files(config: DataConfig) -> tuple[list[SourceFile], int]:
     """The usable files of a standard library, file or folder source sorted by name, and the number ignored."""
     if config.source == "stdlib":
-        return _walk(Path(sysconfig.get_path("stdlib")), (".py",), STDLIB_LEFT_OUT)
+        return walk(Path(sysconfig.get_path("stdlib")), (".py",), STDLIB_LEFT_OUT)
     root = Path(config.source)
     if root.is_dir():
-        return _walk(root, SUFFIXES, set())
+        return walk(root, SUFFIXES, set())
     if not root.exists():
         raise ValueError(f"data.source = {config.source!r}: no such file or folder (or use 'stdlib', 'climbmix:0-7')")
     return ([SourceFile(root.name, root)], 0) if root.name.endswith(SUFFIXES) else ([], 1)
 
 
-def _walk(root: Path, suffixes: tuple[str, ...], left_out: set[str]) -> tuple[list[SourceFile], int]:
+def walk(root: Path, suffixes: tuple[str, ...], left_out: set[str]) -> tuple[list[SourceFile], int]:
+    """The files under ``root`` with one of the suffixes, sorted by name, and the number of those with another."""
     found, ignored = [], 0
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if name not in left_out and not name.startswith(".")]
@@ -267,13 +268,20 @@ def _climbmix(config: DataConfig) -> Source:
 
 
 def _shard(number: int) -> SourceFile:
-    """A ClimbMix shard in the hub's cache; an interrupted download goes on where it stopped."""
+    """A ClimbMix shard in the hub's cache."""
     name = f"shard_{number:05d}.parquet"
+    return SourceFile(name, hub_file(CLIMBMIX_REPO, name))
+
+
+def hub_file(repo: str, name: str) -> Path:
+    """A data set's file in the hub's cache; an interrupted download goes on where it stopped.
+
+    Raises OSError naming the file where it can be had neither there nor from the hub.
+    """
     try:
-        path = huggingface_hub.hf_hub_download(CLIMBMIX_REPO, name, repo_type="dataset")
+        return Path(huggingface_hub.hf_hub_download(repo, name, repo_type="dataset"))
     except Exception as error:  # the hub raises a dozen kinds: offline, no entry, timeouts, proxies
-        raise OSError(f"{name} of {CLIMBMIX_REPO} could not be had: {error}") from error
-    return SourceFile(name, Path(path))
+        raise OSError(f"{name} of {repo} could not be had: {error}") from error
 
 
 # Reading files
@@ -298,29 +306,38 @@ def _whole_text(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8 at byte {error.start + mark} (line {line}); convert the file") from None
 
 
-def _json_texts(path: Path) -> Iterator[str | None]:
+def json_records(path: Path) -> Iterator[tuple[int, Any]]:
+    """(line number, record) of each line of JSON that is not blank, compressed or not.
+
+    Raises ValueError naming the file, and the line where that is no JSON.
+    """
     for number, line in enumerate(_lines(path), start=1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode("utf-8"))
+            yield number, json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: line {number} is not UTF-8 (byte {error.start} of the line)") from None
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}: line {number} is not JSON: {error}") from None
+
+
+def _json_texts(path: Path) -> Iterator[str | None]:
+    for number, record in json_records(path):
         if not isinstance(record, dict) or "text" not in record:
             raise ValueError(f"{path}: line {number} has no field 'text'; each line is an object with one")
         text = record["text"]
         if text is not None and not isinstance(text, str):
             raise ValueError(f"{path}: line {number}: 'text' is {type(text).__name__}, not a string")
-        if text is not None and not _encodable(text):
+        if text is not None and not encodable(text):
             raise ValueError(f"{path}: line {number}: 'text' holds half of a surrogate pair, which is no character")
         yield text
 
 
-def _encodable(text: str) -> bool:
+def encodable(text: str) -> bool:
+    """Whether the text is UTF-8's to write: half of a surrogate pair is not."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -364,14 +381,19 @@ def _zstandard_lines(path: Path) -> Iterator[bytes]:
         yield rest
 
 
-def open_parquet(path: Path) -> pq.ParquetFile:
-    """The file with its footer read and its string column ``text`` found. Raises ValueError naming the file."""
+def parquet_file(path: Path) -> pq.ParquetFile:
+    """The file with its footer read. Raises ValueError naming the file."""
     try:
-        file = pq.ParquetFile(path)
+        return pq.ParquetFile(path)
     except pa.ArrowException as error:
         raise ValueError(
-            f"{path}: not a complete Parquet file ({_brief(error)}); delete it or download it again"
+            f"{path}: not a complete Parquet file ({brief(error)}); delete it or download it again"
         ) from None
+
+
+def open_parquet(path: Path) -> pq.ParquetFile:
+    """``parquet_file`` with its string column ``text`` found."""
+    file = parquet_file(path)
     if "text" not in file.schema_arrow.names:
         raise ValueError(f"{path}: no column 'text'; its columns: {', '.join(file.schema_arrow.names)}")
     kind = file.schema_arrow.field("text").type
@@ -386,13 +408,14 @@ def _parquet_texts(path: Path) -> Iterator[str | None]:
             try:
                 texts = file.read_row_group(group, columns=["text"]).column("text").to_pylist()
             except (pa.ArrowException, OSError) as error:
-                raise ValueError(f"{path}: row group {group} is damaged ({_brief(error)})") from None
+                raise ValueError(f"{path}: row group {group} is damaged ({brief(error)})") from None
             except UnicodeDecodeError:
                 raise ValueError(f"{path}: row group {group} holds text that is not UTF-8") from None
             yield from texts
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
+    """The first line of an error's message."""
     return str(error).splitlines()[0][:120]
 
 

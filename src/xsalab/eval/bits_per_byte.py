@@ -27,6 +27,7 @@ import torch
 from jaxtyping import Float64, Int64
 from torch import Tensor
 
+from ..data.chat_rows import TokenConversation
 from ..data.corpus import TokenDocument
 from ..model import GPT
 from . import ItemScore
@@ -141,6 +142,43 @@ def row_bits_per_byte(
     if not sum(score.weight for score in scores):
         raise ValueError(f"no bytes to evaluate in {len(rows)} rows: every target is a special token")
     return scores
+
+
+def answer_bits_per_byte(
+    model: GPT,
+    conversations: Sequence[TokenConversation],
+    bytes_per_token: np.ndarray | Tensor,
+    batch_rows: int = 16,
+) -> list[ItemScore]:
+    """One score a conversation, in order: nats over bytes of what the assistant itself writes in all its turns.
+
+    Each conversation has a row of its own and fits it, context + 1 tokens; special tokens are read, never scored.
+    Raises ValueError where there is nothing to score.
+    """
+    if not conversations:
+        raise ValueError("no conversations to evaluate: hold out at least one")
+    sizes, context = _sizes(bytes_per_token), model.config.context
+    targets = [
+        np.where(c.mask.astype(bool) & (sizes[c.tokens] > 0), c.tokens.astype(np.int64), MASKED)[1:]
+        for c in conversations
+    ]
+    weights = [int(sizes[row[row != MASKED]].sum()) for row in targets]
+    if not sum(weights):
+        raise ValueError(f"no bytes to evaluate in {len(conversations)} conversations: the assistant writes nothing")
+    values = np.zeros(len(conversations))
+    order = sorted(range(len(conversations)), key=lambda i: len(targets[i]))
+    for first in range(0, len(order), batch_rows):
+        chosen = order[first : first + batch_rows]
+        length = _padded(len(targets[chosen[-1]]), context)
+        inputs, expected = np.zeros((batch_rows, length), np.int64), np.full((batch_rows, length), MASKED, np.int64)
+        for row, i in enumerate(chosen):
+            inputs[row, : len(targets[i])] = conversations[i].tokens[:-1]
+            expected[row, : len(targets[i])] = targets[i]
+        values[chosen] = _row_nats(model, inputs, expected)[: len(chosen)]
+    return [
+        ItemScore("sft", conversation.id, float(value), float(weight))
+        for conversation, value, weight in zip(conversations, values, weights, strict=True)
+    ]
 
 
 def total_bpb(scores: Iterable[ItemScore]) -> float:

@@ -81,6 +81,13 @@ def fingerprint(
         "rows": digest([rows.digest, *edges]),
         "corpus": digest(corpus.manifest.get("files", corpus.folder.name)),
         "evaluation": digest([[document.id, document.bytes] for document in documents]),
+        **conditions(config, state, plugins),
+    }
+
+
+def conditions(config: RunConfig, state: TrainState, plugins: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Software, device, our own code, and the text of the plugin that the variant is from."""
+    return {
         "environment": environment(config.train, compute_dtype(config), state.token_nats is not None),
         "code": code_digest(),
         "machine": machine(),

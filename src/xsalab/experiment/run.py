@@ -19,19 +19,21 @@ from typing import Any
 import torch
 
 from ..config import build, digest, dump
-from ..data import Corpus
+from ..data import Corpus, Rows
+from ..eval import ItemScore
 from ..eval.bits_per_byte import total_bpb
-from ..eval.validation import EvalConfig, evaluate
+from ..eval.validation import evaluate
 from ..files import folder_lock, make_folder
 from ..model import GPT, ModelConfig, VariantChoice
 from ..model.causality import check_causality
 from ..model.variant import VARIANTS
-from ..train import Diverged, Hook, StepMetrics, TrainState, train
+from ..train import Diverged, Hook, TrainState, train
 from ..train.checkpoint import load_checkpoint, load_model, model_tensors, save_checkpoint, save_tensors
 from .building import batches, build_state, derived, open_corpus
 from .command_run import CommandTask, run_command
 from .design import Cell, RunConfig, config_differences
 from .fingerprint import fingerprint, state_digest
+from .hooks import Checkpoints, Metrics, Report, Validation
 from .pairing import describe, mismatch
 from .plugins import PLUGIN, import_plugins
 from .store import MetricsLog, RunFolder
@@ -69,62 +71,6 @@ class RunTask:
         return self.config.train.compile
 
 
-class _Checkpoints(Hook):
-    """Saves every ``every`` steps and at the end, before anything else happens at that step."""
-
-    def __init__(self, folder: Path, log: MetricsLog, every: int, steps: int, saved_at: int) -> None:
-        self.folder, self.log, self.every, self.steps, self.saved_at = folder, log, every, steps, saved_at
-
-    def before_step(self, state: TrainState) -> None:
-        due = state.step == self.steps or (state.step and state.step % self.every == 0)
-        if due and state.step != self.saved_at:
-            self.log.sync()
-            save_checkpoint(self.folder, state, {})
-            self.saved_at = state.step
-
-
-class _Validation(Hook):
-    """val_bpb[s] with the weights after s updates; at the end the rows that are kept."""
-
-    def __init__(self, log: MetricsLog, corpus: Corpus, config: EvalConfig, steps: int) -> None:
-        self.log, self.corpus, self.config, self.steps = log, corpus, config, steps
-        self.scores = []
-        self.seconds = 0.0
-
-    def before_step(self, state: TrainState) -> None:
-        if state.step == self.steps or (self.config.every and state.step % self.config.every == 0):
-            begin = time.perf_counter()
-            self.scores = evaluate(state.model, self.corpus, self.config)
-            self.seconds = time.perf_counter() - begin
-            self.log.write({"step": state.step, "val_bpb": total_bpb(self.scores), "eval_seconds": self.seconds})
-
-
-class _Metrics(Hook):
-    """One row a step, with what the variants log."""
-
-    def __init__(self, log: MetricsLog) -> None:
-        self.log = log
-
-    def after_step(self, state: TrainState, metrics: StepMetrics) -> None:
-        row: dict[str, Any] = dict(vars(metrics))
-        for layer, variant in enumerate(state.model.variants()):
-            row |= {f"layer{layer}.{name}": value for name, value in variant.logged().items()}
-        self.log.write(row)
-
-
-class _Report(Hook):
-    """Tells the caller how far the run is, at most a few times a second."""
-
-    def __init__(self, cell: Cell, steps: int, event: Event) -> None:
-        self.cell, self.steps, self.event, self.last = cell, steps, event, 0.0
-
-    def after_step(self, state: TrainState, metrics: StepMetrics) -> None:
-        now = time.perf_counter()
-        if now - self.last > 0.3 or state.step == self.steps:
-            self.last = now
-            self.event(self.cell, {"kind": "step", "step": state.step, "steps": self.steps, "loss": metrics.loss})
-
-
 def run_cell(task: RunTask | CommandTask, event: Event = lambda cell, content: None) -> str:
     """Carries out one cell, or continues it; returns its state: "finished" or "diverged".
 
@@ -144,27 +90,21 @@ def run_cell(task: RunTask | CommandTask, event: Event = lambda cell, content: N
                 f"{folder.path}: holds a run of another configuration: {describe(found)}. "
                 "Give the experiment another name, or delete that folder"
             )
-        for left in folder.path.glob(".*.tmp"):  # of a process that was killed while it wrote
-            left.unlink()
         stored = folder.read("config").get("plugins", {})
         if known is not None and _from_plugin(config) and stored != dict(task.plugins):
             raise ValueError(
                 f"{folder.path}: trained with another text of plugin {', '.join(stored) or '(none)'}. "
                 "Give the experiment another name, or delete that folder"
             )
-        if folder.state == "finished":
-            shutil.rmtree(folder.path / "checkpoints", ignore_errors=True)
-        if folder.state in ("finished", "diverged"):
-            return folder.state
+        if (ended := tidy(folder)) in ("finished", "diverged"):
+            return ended
         begin = time.perf_counter()
         torch.set_num_threads(config.train.threads)
         import_plugins(task.plugins)
         corpus = open_corpus(config.data, config.model.vocab_size, task.home)
         config.train.batch_rows(config.model.context)
         check_causality_once(config.model, config.variant)
-        if config.train.compile:
-            torch._dynamo.reset()  # every run compiles a model of its own; torch gives up after eight
-        state = build_state(config)
+        state = fresh_state(config)
         own = fingerprint(config, state, corpus, task.plugins)
         for partner, factors in task.partners:
             other = RunFolder(partner).read("fingerprint")
@@ -173,41 +113,80 @@ def run_cell(task: RunTask | CommandTask, event: Event = lambda cell, content: N
                     f"{task.cell.name} is no partner of {partner.name}: {describe(found)}. "
                     "A pair differs in its declared factors alone"
                 )
-        before = folder.read("fingerprint")
-        if before and (found := mismatch(own, before, ())):
-            raise ValueError(
-                f"{folder.path}: began under other conditions: {describe(found)}. "
-                "Delete the folder to start it again here"
-            )
+        begin_under(folder, own)
         folder.write("config", {"config": tables, "derived": derived(config), "plugins": dict(task.plugins)})
         folder.write("fingerprint", own)
-        return _train_and_evaluate(task, folder, state, corpus, begin, event)
+        return train_and_evaluate(
+            folder, state, config, corpus.rows(config.model.context),
+            lambda model: evaluate(model, corpus, config.eval),
+            begin=begin,
+            event=lambda content: event(task.cell, content),
+            trackers=lambda step: [TRACKERS[name](folder.path, task.cell, tables, step) for name in task.trackers],
+        )  # fmt: skip
 
 
-def _train_and_evaluate(
-    task: RunTask, folder: RunFolder, state: TrainState, corpus: Corpus, begin: float, event: Event
+def tidy(folder: RunFolder) -> str:
+    """The run's state, after what a killed process left half written is gone, and what a finished run needs no more."""
+    for left in folder.path.glob(".*.tmp"):
+        left.unlink()
+    if (state := folder.state) == "finished":
+        shutil.rmtree(folder.path / "checkpoints", ignore_errors=True)
+    return state
+
+
+def fresh_state(config: RunConfig) -> TrainState:
+    """``build_state`` for a run of its own: every run compiles a model of its own, and torch gives up after eight."""
+    if config.train.compile:
+        torch._dynamo.reset()
+    return build_state(config)
+
+
+def begin_under(folder: RunFolder, own: Mapping[str, Any]) -> None:
+    """ValueError where the folder's run began under other conditions than ``own``, its fingerprint now."""
+    before = folder.read("fingerprint")
+    if before and (found := mismatch(own, before, ())):
+        raise ValueError(
+            f"{folder.path}: began under other conditions: {describe(found)}. Delete the folder to start it again here"
+        )
+
+
+def train_and_evaluate(
+    folder: RunFolder,
+    state: TrainState,
+    config: RunConfig,
+    rows: Rows,
+    score: Callable[[GPT], list[ItemScore]],
+    *,
+    begin: float,
+    event: Callable[[dict[str, Any]], None],
+    trackers: Callable[[int], list[Hook]] = lambda step: [],
+    score_first: bool = False,
 ) -> str:
-    config, steps = task.config, task.config.train.steps
-    checkpoints = folder.path / "checkpoints"
+    """From the last checkpoint, or from ``state`` as it is, to the run's whole record; returns how the run ended.
+
+    score: the rows of scores of a model. ``score_first``: before the first step too. ``trackers`` are made for the
+    step that is continued from. ``begin``: when the run was begun, by time.perf_counter.
+    """
+    steps, checkpoints = config.train.steps, folder.path / "checkpoints"
     load_checkpoint(checkpoints, state)
     resumed = state.step
-    trackers = [TRACKERS[name](folder.path, task.cell, dump(config), resumed) for name in task.trackers]
+    others = trackers(resumed)
     folder.cut_metrics(resumed)
     status = {"steps": steps, "step": state.step, "resumes": folder.status.get("resumes", -1) + 1}
     folder.write("status", {"state": "running", **status})
     log = MetricsLog(folder.path / "metrics.jsonl")
-    validation = _Validation(log, corpus, config.eval, steps)
+    validation = Validation(log, score, config.eval.every, steps, score_first)
     hooks: list[Hook] = [
-        _Checkpoints(checkpoints, log, config.train.checkpoint_steps, steps, resumed),
+        Checkpoints(checkpoints, log, config.train.checkpoint_steps, steps, resumed),
         validation,
-        _Metrics(log),
-        _Report(task.cell, steps, event),
-        *trackers,
+        Metrics(log),
+        Report(steps, event),
+        *others,
     ]
     ready = time.perf_counter()
     try:
         train(
-            state, batches(config, corpus.rows(config.model.context)), config.optim.schedule_over(steps),
+            state, batches(config, rows), config.optim.schedule_over(steps),
             micro_rows=config.train.micro_rows, clip=config.optim.clip, hooks=hooks,
         )  # fmt: skip
         if not all(math.isfinite(score.value) for score in validation.scores):
@@ -273,12 +252,14 @@ def check_causality_once(model: ModelConfig, choice: VariantChoice) -> None:
 def load_run(folder: Path) -> tuple[GPT, Corpus, RunConfig]:
     """The trained model of a finished run OUT/experiments/NAME/runs/RUN, its corpus and its configuration.
 
-    Executes the plugins that are stored with the run. The model lies on the device that it was trained on,
-    or on the CPU where there is none.
+    RUN/sft, which ``fine_tune`` leaves, is such a run as well: the same model and corpus, other weights. Executes the
+    plugins that are stored with the run. The model lies on the device that it was trained on, or on the CPU where
+    there is none.
     """
     run = RunFolder(folder)
     stored = run.read("config")
-    if not stored or len(folder.resolve().parents) < 4:
+    above = folder.resolve().parents[1 if "sft" in stored else 0 :]
+    if not stored or len(above) < 4:
         raise ValueError(
             f"{folder}: no run here (config.json is missing); give a folder under out/experiments/NAME/runs"
         )
@@ -298,4 +279,4 @@ def load_run(folder: Path) -> tuple[GPT, Corpus, RunConfig]:
     with torch.no_grad():
         load_model(weights, state)
     state.model.set_progress(1.0)
-    return state.model, open_corpus(config.data, config.model.vocab_size, folder.resolve().parents[3]), config
+    return state.model, open_corpus(config.data, config.model.vocab_size, above[3]), config

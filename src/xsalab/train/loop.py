@@ -85,6 +85,11 @@ class TrainState:
     optimizer: Hybrid
     step: int = 0
     token_nats: Callable[..., torch.Tensor] | None = None  # compiled form of model.token_nats
+    schedules_ended: bool = False  # fine-tuning: a variant's own schedule stays at its end
+
+    def tell_variants(self, steps: int) -> None:
+        """Tells the variants how much of a run of ``steps`` is done, for their schedules."""
+        self.model.set_progress(1.0 if self.schedules_ended else self.step / steps)
 
 
 @dataclass(frozen=True)
@@ -135,7 +140,7 @@ def train_step(
     """
     begin = time.perf_counter()
     model, optimizer, device = state.model, state.optimizer, state.model.head.weight.device
-    model.set_progress(state.step / schedule.steps)
+    state.tell_variants(schedule.steps)
     optimizer.set_step(schedule, state.step)
     optimizer.zero_grad(set_to_none=True)
     counted = int((batch.targets >= 0).sum())
@@ -191,7 +196,7 @@ def train(
     """
     try:
         while True:
-            state.model.set_progress(state.step / schedule.steps)  # a validation sees this step's schedule as well
+            state.tell_variants(schedule.steps)  # a validation sees this step's schedule as well
             for hook in hooks:
                 hook.before_step(state)
             if state.step >= schedule.steps:
