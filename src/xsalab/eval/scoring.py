@@ -20,6 +20,8 @@ from ..model import GPT, KVCache
 from ..model.head import capped_logits
 
 WORTH_SHARING = 16  # tokens: below it a pass of its own costs more than it saves
+# Tokens spared of those that come behind: these then run against cached keys under a mask, which costs more than alone.
+LEAST_SPARED = 0.25
 LOGIT_BYTES = 1 << 26  # of float32 logits at a time
 # Tokens of a pass: on CPUs what stays in the cache (8,192 took 2.5 times as long as 1,024), on GPUs few launches.
 BATCH_TOKENS = {"cpu": 1024, "cuda": 65536}
@@ -97,23 +99,30 @@ def _fast_windows(model: GPT) -> Iterator[None]:
         model.kernel = before
 
 
-def _grow(prompts: Sequence[Prompt], order: Sequence[int], begin: int) -> list[_Node]:
-    """The nodes under one that ends at ``begin``; ``order``: its prompts, sorted by their tokens."""
+def _grow(prompts: Sequence[Prompt], order: Sequence[int], begin: int, least: int = 0) -> list[_Node]:
+    """The nodes under one that ends at ``begin``; ``order``: its prompts, sorted by their tokens.
+
+    Neighbours that agree up to ``least`` tokens or more share a node, if that spares enough.
+    """
     nodes: list[_Node] = []
-    first = 0
+    first, least = 0, max(least, begin + WORTH_SHARING)
     while first < len(order):
-        last, end = first, min(prompts[order[first]].start, len(prompts[order[first]].tokens))
+        last, end = first, prompts[order[first]].start
         while last + 1 < len(order):
             a, b = prompts[order[last]], prompts[order[last + 1]]
-            shared = min(end, b.start, _agree(a.tokens, b.tokens, min(end, b.start)))
-            if shared < begin + WORTH_SHARING:
+            limit = min(end, b.start)
+            shared = _agree(a.tokens, b.tokens, limit)
+            if shared < least:
                 break
             last, end = last + 1, shared
-        chosen = list(order[first : last + 1])
+        chosen = order[first : last + 1]
+        spared = (len(chosen) - 1) * (end - begin)
         if len(chosen) == 1:
-            nodes.append(_Node(begin, len(prompts[chosen[0]].tokens), chosen))
+            nodes.append(_Node(begin, len(prompts[chosen[0]].tokens), [chosen[0]]))
+        elif spared < LEAST_SPARED * sum(len(prompts[i].tokens) - end for i in chosen):
+            nodes += _grow(prompts, chosen, begin, end + 1)
         else:
-            nodes.append(_Node(begin, end, chosen, _grow(prompts, chosen, end)))
+            nodes.append(_Node(begin, end, list(chosen), _grow(prompts, chosen, end)))
         first = last + 1
     return nodes
 
