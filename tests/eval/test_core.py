@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ class Letters:
         self.pairs = pairs
         self.pattern = re.compile("|".join([*map(re.escape, pairs), "."]), re.DOTALL)
 
-    def encode(self, texts: list[str]) -> list[list[int]]:
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [
             [256 + self.pairs.index(m) if m in self.pairs else 1 + ord(m) % 255 for m in self.pattern.findall(text)]
             for text in texts

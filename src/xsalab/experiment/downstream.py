@@ -167,6 +167,9 @@ def carry_out(task: DownstreamTask, event: Event = lambda cell, content: None) -
         def trained(content: dict[str, Any]) -> None:
             if content["kind"] == "step":
                 tell(content["step"], content["steps"], f"fine-tuning, loss {content['loss']:.3f}")
+            elif content["kind"] == "data":
+                for line in content["lines"]:
+                    note(line)
 
         tuned = RunFolder(fine_tune(task.folder, task.downstream.sft, event=trained))
         if tuned.state == "diverged":
