@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from xsalab.config import dump
-from xsalab.eval import ItemScore
+from xsalab.eval import ItemScore, TaskAnswers
+from xsalab.experiment.answers import write_answers
 from xsalab.experiment.design import Cell, Experiment, expand, resolve
 from xsalab.experiment.outcome import outcome
 from xsalab.experiment.reading import load_experiment
 from xsalab.experiment.stages import as_run, begin_looks, decided, next_look, plan_equal_time
-from xsalab.experiment.store import RunStore
+from xsalab.experiment.store import RunFolder, RunStore
 from xsalab.experiment.timing import _key
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -165,3 +166,51 @@ def timed(folder: Path, ratio: float, others: float = 0.0) -> tuple[Experiment, 
             lost = 0.001 * (100 - steps["base"])  # bpb for the steps left out, of both arms
             fake_run(experiment, store, cell, status, lambda cell, lost=lost: lost)
     return experiment, store
+
+
+TASKS = {"arc_easy": (0.25, 0.25, 0.4, 120), "lambada": (0.0, 0.0, 0.1, 60), "boolq": (0.62, 0.5, 0.55, 24)}
+
+
+def fake_answers(
+    store: RunStore,
+    cell: Cell,
+    folder: str = "core",
+    gain: float = 0.0,
+    tasks: Mapping[str, tuple[float, float, float, int]] = TASKS,
+    key: str = "k",
+    counts: Mapping[str, int] | None = None,
+) -> list[TaskAnswers]:
+    """Writes a run's answers: name -> (baseline, chance, accuracy, items). ``gain``: on the accuracy, in the mean.
+
+    An item is easier or harder for all runs alike, and a little for an arm.
+    """
+    found: list[TaskAnswers] = []
+    for task, (baseline, chance, accuracy, items) in tasks.items():
+        scores: list[ItemScore] = []
+        for i in range(items):
+            shared = random.Random(f"{task} {i}").gauss(0, 0.25)
+            own = random.Random(f"{task} {i} {cell}").random()
+            scores.append(ItemScore(task, f"line {i}", float(own < accuracy + gain + shared), 1.0))
+        found.append(TaskAnswers(task, baseline, chance, tuple(scores), dict(counts or {})))
+        write_answers(store.run(cell).path / folder, found[-1], key)
+    return found
+
+
+def fake_tuned(
+    store: RunStore, cell: Cell, shift: float = 0.0, state: str = "finished", sft: Mapping[str, Any] | None = None
+) -> None:
+    """A fine-tuned run with the nats and bytes of 30 held-out conversations. ``sft``: other settings of its own."""
+    noise = random.Random(f"tuned {cell}")
+    run = RunFolder(store.run(cell).path / "sft")
+    run.path.mkdir(parents=True, exist_ok=True)
+    if state == "finished":
+        run.write_scores(
+            [
+                ItemScore("chat", f"c{i}", (1.2 + shift + noise.gauss(0, 0.01)) * size * math.log(2), size)
+                for i, size in enumerate(range(50, 80))
+            ]
+        )
+    base = store.run(cell).fingerprint()
+    config = {**base["config"], "sft": {"sources": ["chat.jsonl"], "steps": 5, **(sft or {})}}
+    run.write("fingerprint", {**base, "config": config, "start": {}})
+    run.write("status", {"state": state, "step": 5, "steps": 5, **({"val_bpb": 1.2} if state == "finished" else {})})

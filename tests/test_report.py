@@ -16,13 +16,27 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fake_runs import CROSSED, DOSES, HEAD, HOSTILE, TOML, Change, fake, fake_run, looked_at, timed
+from fake_runs import (
+    CROSSED,
+    DOSES,
+    HEAD,
+    HOSTILE,
+    TASKS,
+    TOML,
+    Change,
+    fake,
+    fake_answers,
+    fake_run,
+    fake_tuned,
+    looked_at,
+    timed,
+)
 from xsalab.experiment import outcome as outcome_module
 from xsalab.experiment.design import Cell, Experiment, expand
 from xsalab.experiment.outcome import outcome, plus_minus
 from xsalab.experiment.reading import load_experiment
 from xsalab.experiment.store import RunStore
-from xsalab.report import SPELLED, embed, print_outcome, write_report
+from xsalab.report import SPELLED, benchmark_figure, benchmark_lines, embed, guessing, print_outcome, write_report
 
 
 class Page(HTMLParser):
@@ -337,3 +351,79 @@ def test_equal_time_is_told_all_three_ways(tmp_path: Path) -> None:
     printed = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
     assert "trained again: xsa@equal-time" in printed
     assert "time to" in printed
+
+
+# Benchmarks
+
+
+def with_answers(folder: Path, toml: str = TOML) -> tuple[Experiment, RunStore]:
+    """CORE of every run but one, ChatCORE of some, held-out losses, a task with a hostile name."""
+    experiment, store = fake(folder, toml)
+    tasks = {**TASKS, "<b>&task": (0.25, 0.5, 0.5, 30)}
+    for cell in expand(experiment):
+        gain = 0.15 if "xsa" in cell.arm else 0.0
+        if cell.seed != 5:
+            fake_answers(store, cell, gain=gain, tasks=tasks, counts={"cut": 2, "tied": cell.seed})
+        if cell.arm.startswith(("standard", "xsa")):
+            fake_answers(store, cell, "sft/chatcore", gain=gain)
+        fake_tuned(store, cell, shift=-gain / 10)
+    return experiment, store
+
+
+@pytest.mark.parametrize("name", ["whole", "two seeds", "several points", "crossed, one seed"])
+def test_benchmarks_are_on_the_page_and_in_the_terminal(tmp_path: Path, name: str) -> None:
+    """Every figure, difference, sentence and count; whatever the experiment, no NaN, and 80 columns."""
+    toml = CASES[name][0]
+    experiment, store = with_answers(tmp_path, toml if name == "whole" else toml.replace(SEEDS, "seeds = [0, 1]"))
+    content = outcome(experiment, store)
+    page = Page(write_report(experiment, store, content).read_text(encoding="utf-8"))
+    assert not re.search(r"\b(nan|NaN|None|Undefined|inf)\b", page.visible)
+    assert "CORE and ChatCORE (accuracies on tasks): not measured" not in page.visible
+    text = io.StringIO()
+    print_outcome(content, Console(file=text, width=80, force_terminal=True, color_system=None))
+    assert max(len(line) for line in text.getvalue().splitlines()) <= 80
+    terminal = " ".join(text.getvalue().split())
+    for line in benchmark_lines(content):
+        assert line in terminal
+    names = [found["name"] for found in content["benchmarks"]]
+    assert names == ["CORE (4 of 22 tasks)", "ChatCORE after fine-tuning (3 of 5 tasks)", "chat bpb"]
+    for found in content["benchmarks"]:
+        assert found["name"] in page.visible
+        for level in found["levels"]:
+            shown = benchmark_figure(level["mean"]) if found["tasks"] else f"{level['mean']:.3f}"[:-1]
+            assert shown in page.visible
+        for row in (*found["contrasts"], *found["combinations"]):
+            assert plus_minus(row["estimate"]["mean"], row["estimate"]["half_width"]) in page.visible
+            if row["kind"] not in ("null", "positive"):
+                assert row["sentence"] in page.visible
+        for task in found["tasks"]:
+            assert f"{task['chance']:.3f}" in page.visible
+            for arm, level in task["arms"].items():
+                assert arm in ("null", "positive") or f"{level['mean']:.3f}" in page.visible
+    whole = content["benchmarks"][0]
+    if name == "whole":
+        touched = "items with equally likely best options, the first taken: <b>&task 0 to 4, arc_easy 0 to 4"
+        assert touched in page.visible
+        assert "finished runs without answers: standard 1 of 6, xsa 1 of 6, half 1 of 6" in page.visible
+        compared = whole["contrasts"][0]["tasks"][1]["mcnemar"]
+        assert f"{compared['treatment']} : {compared['baseline']}" in page.visible
+
+
+def test_benchmarks_come_right_after_the_first_table(tmp_path: Path) -> None:
+    """What is asked for first stands together: loss, time, then accuracies."""
+    page = page_of(*with_answers(tmp_path, TOML.replace(SEEDS, "seeds = [0]")))
+    sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
+    assert sections[:2] == ["table", "benchmarks"]
+
+
+def test_a_report_without_answers_says_so(whole: tuple[Experiment, RunStore]) -> None:
+    page = page_of(*whole)
+    assert "CORE and ChatCORE (accuracies on tasks): not measured" in page.visible
+    assert "benchmarks" not in [attributes.get("id") for tag, attributes in page.tags]
+
+
+def test_the_figure_of_guessing_is_not_always_zero() -> None:
+    """boolq's convention is 0.62 where a coin has 0.5; and a figure that rounds to 0 has no sign."""
+    tasks = [{"chance": 0.5, "baseline": 0.62}, {"chance": 0.25, "baseline": 0.25}]
+    assert guessing(tasks) == pytest.approx(-0.12 / 0.38 / 2)
+    assert (benchmark_figure(-0.00001), benchmark_figure(-0.0123)) == ("0.0000", "−0.0123")

@@ -110,7 +110,8 @@ def _template() -> Template:
     environment.filters |= {
         "bpb": bpb, "plus_minus": plus_minus, "percent": percent, "number": figures.plain_number, "ratio": ratio,
         "seed_difference": seed_difference, "bytes": byte_count, "clock": clock, "p": p_value, "setting": setting,
-        "details": figures.details, "count": "{:,}".format,
+        "details": figures.details, "count": "{:,}".format, "figure": benchmark_figure, "guessing": guessing,
+        "ends": least_to_most,
     }  # fmt: skip
     return environment.get_template("page.html.j2")
 
@@ -275,6 +276,21 @@ def bpb(value: float, spread: float | None = None) -> str:
     return f"{value:.{places}f}"
 
 
+def benchmark_figure(value: float) -> str:
+    """ "−0.0123": four decimals, as benchmarks are published."""
+    return f"{round(value, 4) + 0.0:.4f}".replace("-", "−")
+
+
+def guessing(tasks: Sequence[Mapping[str, Any]]) -> float:
+    """The figure of a model that guesses at random."""
+    return sum((task["chance"] - task["baseline"]) / (1 - task["baseline"]) for task in tasks) / len(tasks)
+
+
+def least_to_most(ends: Sequence[int]) -> str:
+    """ "3", or "0 to 3" where runs differ."""
+    return f"{ends[0]:,}" if ends[0] == ends[1] else f"{ends[0]:,} to {ends[1]:,}"
+
+
 def seed_difference(value: float) -> str:
     """ "−0.003100": six decimals for every seed, so that a column can be read down."""
     return f"{value:+.6f}".replace("-", "−")
@@ -392,6 +408,52 @@ def combined_table(content: Mapping[str, Any], say: Callable[[str], str] = str) 
     return table
 
 
+def benchmark_table(content: Mapping[str, Any], say: Callable[[str], str] = str) -> Table:
+    """Every benchmark: each arm's figure and difference. Fits 80 columns."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("benchmark, arm", min_width=14, max_width=28, overflow="fold")
+    for name in ("figure", say(f"Δ ± {_confidence(content)}")):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict", min_width=12)
+
+    def add(*values: str, style: str = "") -> None:
+        table.add_row(*(Text(say(value)) for value in values), style=style)
+
+    for bench in content["benchmarks"]:
+        for point in content["points"]:
+            levels = [level for level in bench["levels"] if level["point"] == point]
+            if levels:
+                add(bench["name"] + (f", {point}" if len(content["points"]) > 1 else ""), "", "", "", style="bold")
+            for level in levels:
+                figure = benchmark_figure(level["mean"]) if bench["tasks"] else bpb(level["mean"], level["sd"])
+                name = str(NAMES.get(level["arm"], level["arm"]))
+                own = [c for c in bench["contrasts"] if (c["point"], c["treatment"]) == (point, level["arm"])]
+                for row in own:
+                    estimate = row.get("estimate")
+                    delta = plus_minus(estimate["mean"], estimate["half_width"]) if estimate else ""
+                    against = "" if row["baseline"] == content["baseline"] else f" − {row['baseline']}"
+                    style = "" if row["kind"] == "effect" else "dim"
+                    add(f"  {name}{against}", figure, delta, _verdict(row), style=style)
+                if not own:
+                    add(f"  {name}", figure, "", "baseline" if level["arm"] == content["baseline"] else "")
+    return table
+
+
+def benchmark_lines(content: Mapping[str, Any]) -> list[str]:
+    """The sentences of the effects, and what is missing or was touched by a rule, a line each."""
+    lines: list[str] = []
+    many = len(content["points"]) > 1
+    for bench in content["benchmarks"]:
+        rows = [*bench["contrasts"], *bench["combinations"]]
+        for row in (row for row in rows if row["kind"] not in ("null", "positive") and row["sentence"]):
+            lines.append(f"{row['point']}: {row['sentence']}" if many and row["point"] else row["sentence"])
+        lines += [f"{bench['name']}: {text}" for text in bench["missing"]]
+        for count in bench["counts"]:
+            tasks = ", ".join(f"{task} {least_to_most(ends)}" for task, ends in count["tasks"].items())
+            lines.append(f"{bench['name']}, {count['rule']}, items {count['words']}: {tasks}")
+    return lines
+
+
 def _confidence(content: Mapping[str, Any]) -> str:
     return f"{100 * content['confidence']:.3g} %"
 
@@ -459,8 +521,13 @@ def print_outcome(content: Mapping[str, Any], console: Console) -> None:
     if content["combinations"]:
         console.print(combined_table(content, say))
         line("")
+    if content["benchmarks"]:
+        console.print(benchmark_table(content, say))
+        line("")
     for text in content["headline"]:
         line(text, "bold")
+    for text in benchmark_lines(content):
+        line(text)
     for text in further_lines(content):
         line(text)
     for row in content["contrasts"]:

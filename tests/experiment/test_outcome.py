@@ -260,7 +260,7 @@ def test_equivalence_is_tested_with_the_interval_for_skewed_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The verdict asks ``equivalence_interval``, at the level of the look where there is one."""
-    from xsalab.experiment import outcome as module
+    from xsalab.experiment import judging as module
 
     asked: list[float] = []
 

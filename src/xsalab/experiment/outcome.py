@@ -9,7 +9,6 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..config import dump
@@ -17,12 +16,8 @@ from ..stats import (
     Estimate,
     PairTable,
     SignFlip,
-    Verdict,
     correlation,
-    decide,
     document_interval,
-    equivalence_interval,
-    holm,
     mean_difference,
     minimum_detectable,
     sentence,
@@ -31,8 +26,10 @@ from ..stats import (
 from ..stats.looks import Looks, look_levels
 from ..stats.paired import LEAST_SEEDS
 from .analyses import dose_responses, equal_times, estimate_row, remembered_scores
+from .benchmarks import benchmarks
 from .command import unchecked
 from .design import Arm, Cell, Combination, Contrast, Experiment, combinations, contrasts, expand, resolve
+from .judging import adjusted_ps, in_family, is_exploratory, judge
 from .pairing import PairSet, Scores, pairs, twin_agrees
 from .stages import changed_since, runs_before_looks
 from .store import RunFolder, RunStore
@@ -72,7 +69,7 @@ def outcome(experiment: Experiment, store: RunStore) -> dict[str, Any]:
     levels = look_levels(experiment.looks) if experiment.looks else None
     confidence = 1 - levels.two_sided if levels else 0.95
     estimates = [mean_difference(pair.table, confidence=confidence) if pair.table else None for pair in found]
-    adjusted = _holm(experiment, found, estimates)
+    adjusted = adjusted_ps(experiment, found, estimates)
     rows = [_contrast(experiment, *entry, levels) for entry in zip(found, estimates, adjusted, strict=True)]
     costs = measured_costs(experiment, store)
     cells = expand(experiment)
@@ -99,6 +96,7 @@ def outcome(experiment: Experiment, store: RunStore) -> dict[str, Any]:
         "combinations": rows[len(two_arms) :],
         # the curve's minimum is what is looked for, so a metric whose maximum is best has no curve
         "doses": dose_responses(experiment, store, scores, confidence) if experiment.metric.lower_is_better else [],
+        "benchmarks": benchmarks(experiment, store, levels),
         "equal_time": equal_times(experiment, store, costs, scores, confidence),
         "twin": twin_agrees(experiment, store) if "twin" in experiment.arms else None,
         "costs": costs,
@@ -141,29 +139,6 @@ def _sequential(experiment: Experiment, levels: Looks | None) -> dict[str, Any] 
     }  # fmt: skip
 
 
-def in_family(experiment: Experiment, contrast: Contrast | Combination) -> bool:
-    """Whether a contrast shares the error of 5 %: what ``primary.family`` names, or every effect. No controls."""
-    if isinstance(contrast, Contrast) and contrast.kind != "effect":
-        return False
-    return not experiment.primary.family or contrast.name in experiment.primary.family
-
-
-def _holm(experiment: Experiment, found: Sequence[PairSet], estimates: Sequence[Estimate | None]) -> list[float | None]:
-    """Adjusted p of the declared family, and of the comparisons at equal time as a family of their own."""
-    adjusted: list[float | None] = [None] * len(found)
-    declared = [i for i, pair in enumerate(found) if in_family(experiment, pair.contrast)]
-    at_equal_time = [i for i, pair in enumerate(found) if pair.contrast.kind == "equal time"]
-    for family in (declared, at_equal_time):
-        # what cannot be tested stays in the family, which would otherwise shrink when a run is lost
-        values = [
-            1.0 if estimate is None or estimate.p is None else estimate.p
-            for estimate in map(estimates.__getitem__, family)
-        ]
-        for i, p in zip(family, holm(values), strict=True) if len(family) > 1 else ():
-            adjusted[i] = float(p) if (estimate := estimates[i]) is not None and estimate.p is not None else None
-    return adjusted
-
-
 def _contrast(
     experiment: Experiment, pair: PairSet, estimate: Estimate | None, adjusted: float | None, levels: Looks | None
 ) -> dict[str, Any]:
@@ -186,26 +161,12 @@ def _contrast(
     else:
         left, _, right = contrast.words.partition(" against ")
         sides = left, right
-    outside = contrast.kind not in ("null", "positive", "equal time") and not in_family(experiment, contrast)
-    lost, whose = len(pair.diverged_treatment), ""
-    if not lost and pair.diverged_baseline:  # the right side is an arm too, and a mean over the rest flatters it
-        lost, whose = len(pair.diverged_baseline), f" of {pair.contrast.terms[-1].arm}"
-    lost = lost, len(pair.seeds) + lost
-    verdict: Verdict | None = None
+    margin = _margin(experiment, estimate) if estimate is not None else 1.0
+    verdict = judge(
+        experiment, pair, estimate, margin=margin, lower_is_better=experiment.metric.lower_is_better,
+        adjusted_p=adjusted, looks=levels,
+    )  # fmt: skip
     if estimate is not None and table is not None:
-        margin = _margin(experiment, estimate)
-        level, one_sided = (levels.two_sided, levels.one_sided) if levels else (0.05, 0.05)
-        if not outside:
-            verdict = decide(
-                estimate,
-                margin=margin,
-                lower_is_better=experiment.metric.lower_is_better,
-                estimate90=equivalence_interval(table, level=one_sided),
-                adjusted_p=adjusted,
-                diverged=lost,
-                level=level,
-                equivalence_level=one_sided,
-            )
         flip: SignFlip = sign_flip(table)
         moved = correlation(table) if isinstance(contrast, Contrast) else None
         row |= {
@@ -224,11 +185,7 @@ def _contrast(
                 else None
             ),
         }
-    elif lost[0]:
-        verdict = decide(None, margin=1.0, estimate90=None, diverged=lost)
-    row["exploratory"] = outside
-    if verdict is not None and verdict.word == "diverged" and whose:
-        verdict = replace(verdict, reason=verdict.reason.replace(" runs diverged", f" runs{whose} diverged"))
+    row["exploratory"] = is_exploratory(experiment, contrast)
     if verdict is not None:
         row["verdict"] = {**vars(verdict), "text": str(verdict)}
         metric = experiment.metric.name + (" for each doubling" if contrast.kind == "trend" else "")

@@ -96,6 +96,11 @@ class PairSet:
 Scores = dict[str, tuple[float, float]]
 
 
+def state_of(run: RunFolder) -> str:
+    """The state of a run itself."""
+    return run.state
+
+
 @dataclass(frozen=True, eq=False)
 class Joined:
     """The runs of several cells, seed by seed and document by document.
@@ -121,12 +126,18 @@ def join(
     store: RunStore,
     cells: Sequence[tuple[str, str]],
     scores: Callable[[RunFolder], Scores] = RunFolder.scores,
+    *,
+    metric: Metric | None = None,
+    state: Callable[[RunFolder], str] = state_of,
+    checked: bool = False,
 ) -> Joined:
     """The finished runs of ``cells``, (point, arm), for each seed that has them all.
 
-    scores: reads those of a run; a caller with many contrasts gives one that remembers. Raises ValueError where a run
-    is of another configuration or plugin than the others of its arm, where two runs that stand as partners are no
-    pair, naming the field, or where they were scored on different documents.
+    scores: reads those of a run; a caller with many contrasts gives one that remembers. metric: what the scores are
+    of, by default the experiment's. state: how far a run is with it; a "finished" one has scores. checked: these runs
+    were joined before, by their own scores.
+    Raises ValueError where a run is of another configuration or plugin than the others of its arm, where two runs that
+    stand as partners are no pair, naming the field, or where they were scored on different documents.
     """
     states: dict[int, tuple[str, ...]] = {}
     rows: dict[int, list[Scores]] = {}
@@ -135,16 +146,16 @@ def join(
     for seed in experiment.seeds:
         of_seed = [Cell(point, arm, seed) for point, arm in cells]
         runs = [store.run(cell) for cell in of_seed]
-        states[seed] = tuple(run.state for run in runs)
-        for run, cell, state in zip(runs, of_seed, states[seed], strict=True):
-            if state in ("finished", "diverged"):
+        states[seed] = tuple(state(run) for run in runs)
+        for run, cell, reached in zip(runs, of_seed, states[seed], strict=True):
+            if reached in ("finished", "diverged") and not checked:
                 check_run(run, tables_of(experiment, cell))
                 check_code(run, code)
         if set(states[seed]) == {"finished"}:
-            for cell, run in zip(of_seed[:-1], runs[:-1], strict=True):
+            for cell, run in zip(of_seed[:-1], runs[:-1], strict=True) if not checked else ():
                 differs |= check_pair(run, runs[-1], _factors_between(experiment, cell, of_seed[-1]))
             rows[seed] = [scores(run) for run in runs]
-    metric = experiment.metric
+    metric = metric or experiment.metric
     if not rows:
         return Joined((), (), np.empty((len(cells), 0, 0)), np.empty(0), metric.unit, states, differs, metric,
                       metric.item_word)  # fmt: skip
@@ -152,7 +163,7 @@ def join(
     expected = [_weights(found) for found in first]
     for seed, of_seed in rows.items():
         for (_, arm), weights, found in zip(cells, expected, of_seed, strict=True):
-            if other := _first_other(_weights(found), weights, f"seed {seed}", f"seed {next(iter(rows))}"):
+            if other := first_other(_weights(found), weights, f"seed {seed}", f"seed {next(iter(rows))}"):
                 raise ValueError(f"{arm}, seed {seed}: scored on other {metric.item_word}: {other}")
     word = metric.item_word
     if all(weights == expected[0] for weights in expected):
@@ -162,7 +173,7 @@ def join(
     elif len({point for point, _ in cells}) == 1:
         k = next(k for k, weights in enumerate(expected) if weights != expected[0])
         one, two = cells[0][1], cells[k][1]
-        other = _first_other(expected[0], expected[k], one, two)
+        other = first_other(expected[0], expected[k], one, two)
         raise ValueError(f"{one} and {two}, seed {next(iter(rows))}: scored on different {word}: {other}")
     else:
         items, weights, unit, word = [f"all {word}"], np.ones(1), 1.0, "totals"
@@ -175,7 +186,7 @@ def _weights(scores: Scores) -> dict[str, float]:
     return {item: weight for item, (_, weight) in scores.items()}
 
 
-def _first_other(a: Mapping[str, float], b: Mapping[str, float], one: str, two: str) -> str:
+def first_other(a: Mapping[str, float], b: Mapping[str, float], one: str, two: str) -> str:
     """The first item that only one of two has, or that they weigh otherwise; "" where there is none."""
     for item in (*b, *a):
         if item not in a or item not in b:
@@ -197,13 +208,17 @@ def pairs(
     *,
     scores: Callable[[RunFolder], Scores] = RunFolder.scores,
     scale: Mapping[str, float] | None = None,
+    metric: Metric | None = None,
+    state: Callable[[RunFolder], str] = state_of,
+    checked: bool = False,
 ) -> PairSet:
     """The table of a contrast, and the seeds that it lacks. scale: point -> a factor on the weights of its terms.
 
-    Raises what ``join`` raises.
+    scores, metric, state, checked: as for ``join``, which says what is raised.
     """
     terms = contrast.terms
-    joined = join(experiment, store, [(term.point, term.arm) for term in terms], scores)
+    cells = [(term.point, term.arm) for term in terms]
+    joined = join(experiment, store, cells, scores, metric=metric, state=state, checked=checked)
     lost: dict[str, list[int]] = {"unfinished": [], "treatment": [], "baseline": []}
     for seed, states in joined.states.items():
         if "diverged" in states:

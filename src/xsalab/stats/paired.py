@@ -20,6 +20,10 @@ Few long or unusual documents can hold most of that: their residuals are the jac
 count them as few (``_documents``). Without this the interval misses the truth in 8 % of experiments, not 5 %, where 40
 documents of log-normal lengths matter, and on real text (docs/calibration.md).
 
+With ``strata`` the items belong to tasks, which are fixed: no other tasks are drawn. Each mean square is then formed
+within the tasks, each residual against its own task's mean, and they are added up with the tasks' weights in Δ. How
+tasks differ from each other is no noise. A seed's part is still that of its whole difference (stats/items.py).
+
 No number here is ever NaN: what cannot be computed is None, and ``note`` says why.
 """
 
@@ -53,7 +57,8 @@ class PairTable:
     ``baseline``, ``treatment`` (S, D) float64: a sum over the item (bpb: its nats; an accuracy: 0 or 1).
     ``weights`` (D,) float64: what the sum is taken over (bpb: its bytes; an accuracy: 1), the same in all runs.
     ``unit``: ln 2 for bpb, 1 otherwise. The metric of a run is sum of values / (unit · sum of weights).
-    ``item_word`` names the columns in words: "documents", "items".
+    ``item_word`` names the columns in words: "documents", "items". ``strata`` (D,): the task of each item where the
+    items were drawn task by task; empty where they were drawn as one.
     Raises ValueError where shapes disagree, a number is not finite, a weight is not positive, there are no
     items ("no bytes"), or a seed or item comes twice.
     """
@@ -66,9 +71,10 @@ class PairTable:
     metric: str
     unit: float
     item_word: str = "documents"
+    strata: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("seeds", "items"):
+        for name in ("seeds", "items", "strata"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("baseline", "treatment", "weights"):
             copy = np.array(getattr(self, name), dtype=np.float64)  # which nobody else can change
@@ -80,6 +86,8 @@ class PairTable:
         for name in ("seeds", "items"):
             if (twice := _repeated(getattr(self, name))) is not None:
                 raise ValueError(f"{self.metric}: {name} has {twice!r} twice; each pair and item counts once")
+        if self.strata and len(self.strata) != len(self.items):
+            raise ValueError(f"{self.metric}: {len(self.strata)} strata for {len(self.items)} items; name each one's")
         shapes = {"baseline": self._shape, "treatment": self._shape, "weights": self._shape[1:]}
         for name, shape in shapes.items():
             array: Floats = getattr(self, name)
@@ -121,6 +129,21 @@ class PairTable:
     def differences(self) -> Floats:
         """(S,): the paired difference of each seed. All of them are shown; their mean is Δ."""
         return _read_only(self.x.mean(axis=1))
+
+    @cached_property
+    def groups(self) -> tuple[NDArray[np.intp], ...]:
+        """The columns of each stratum; of all items where there are none.
+
+        A stratum of one item has no spread to look at: those are taken together, one alone goes to the smallest other.
+        """
+        members: dict[str, list[int]] = {}
+        for column, stratum in enumerate(self.strata or ("",) * len(self.items)):
+            members.setdefault(stratum, []).append(column)
+        found = sorted(members.values(), key=len)
+        alone = sum(len(group) == 1 for group in found)
+        joined = 2 if alone == 1 and len(found) > 1 else alone
+        together = [column for group in found[:joined] for column in group]
+        return tuple(np.array(group) for group in ([together] if together else []) + found[joined:])
 
     @cached_property
     def rounding(self) -> float:
@@ -289,20 +312,23 @@ def equivalence_interval(pairs: PairTable, *, level: float = 0.05) -> Estimate:
 
 @lru_cache(maxsize=4)  # one table is asked for at several confidences
 def _beyond_length(pairs: PairTable) -> Floats:
-    """(S, D) x without each document's share, by length, of Δ; the mean over all is 0. Read-only."""
-    x = pairs.x
-    return _read_only(x - x.mean() * pairs.weights / pairs.weights.mean())
+    """(S, D) x without each document's share, by length, of Δ; in each stratum the mean over all is 0. Read-only."""
+    z = np.empty_like(pairs.x)
+    for group in pairs.groups:
+        x, weights = pairs.x[:, group], pairs.weights[group]
+        z[:, group] = x - x.mean() * weights / weights.mean()
+    return _read_only(z)
 
 
 class _Documents(NamedTuple):
-    """What the documents say: the sum of their squared residuals, its degrees of freedom, and those that lengths leave.
+    """What the documents say: their mean square, its degrees of freedom, and those that lengths leave in each stratum.
 
-    squares: Σ over documents of (mean over seeds, as if the document were left out)².
+    mean_square: of (mean over seeds, as if the document were left out), Σ over documents / (D − 1).
     """
 
-    squares: float
+    mean_square: float
     df: float
-    df_of_lengths: float
+    df_of_lengths: list[float]
 
 
 def _residuals(pairs: PairTable) -> Floats:
@@ -310,24 +336,29 @@ def _residuals(pairs: PairTable) -> Floats:
 
     A long document pulls Δ towards itself, so its plain residual is too small.
     """
-    share = pairs.weights / pairs.weights.sum()
-    left_out = (1 - 1 / len(share)) / np.maximum(1 - share, _ROUNDING)
-    return _beyond_length(pairs).mean(axis=0) * left_out
+    found = _beyond_length(pairs).mean(axis=0)
+    for group in pairs.groups:
+        share = pairs.weights[group] / pairs.weights[group].sum()
+        found[group] *= (1 - 1 / len(share)) / np.maximum(1 - share, _ROUNDING)
+    return found
 
 
 def _documents(pairs: PairTable) -> _Documents:
-    """The sum of squares and its degrees of freedom.
+    """The mean square and its degrees of freedom.
 
     Degrees of freedom, never more than Kish's effective number of documents less one, (Σ bytes)² / Σ bytes² − 1, which
     is D − 1 where lengths are equal: Satterthwaite's, with the variance of each square estimated by the square itself,
-    3 (Σ q)² / Σ q² − 2. Few documents with most of the variance count as few.
+    3 (Σ q)² / Σ q² − 2. Few documents with most of the variance count as few. In each of several strata of n
+    documents a square counts n/(n − 1) times, and one degree of freedom is lost.
     """
-    share = pairs.weights / pairs.weights.sum()
-    squares = _residuals(pairs) ** 2
+    squares, by_length = _residuals(pairs) ** 2, list[float]()
+    for group in pairs.groups:
+        share = pairs.weights[group] / pairs.weights[group].sum()
+        squares[group] *= len(group) / max(1, len(group) - 1)
+        by_length.append(max(1.0, 1 / float((share**2).sum()) - 1))
     total, fourth = float(squares.sum()), float((squares**2).sum())
-    by_length = max(1.0, 1 / float((share**2).sum()) - 1)
-    df = 3 * total**2 / fourth - 2 if fourth > 0 else by_length
-    return _Documents(total, min(max(df, 1.0), by_length), by_length)
+    df = 3 * total**2 / fourth - 2 if fourth > 0 else sum(by_length)
+    return _Documents(total / len(squares), min(max(df, 1.0), sum(by_length)), by_length)
 
 
 @lru_cache(maxsize=4)
@@ -335,20 +366,29 @@ def _two_way(pairs: PairTable) -> _Spread:
     z = _beyond_length(pairs)
     s, d = z.shape
     documents = _documents(pairs)
-    by_seed, by_document = z.mean(axis=1, keepdims=True), z.mean(axis=0, keepdims=True)
-    ms_seeds = d * float((by_seed**2).sum()) / (s - 1)
-    ms_documents = s * documents.squares / (d - 1)
-    ms_rest = float(((z - by_seed - by_document) ** 2).sum()) / ((s - 1) * (d - 1))
+    ms_seeds = d * float((z.mean(axis=1) ** 2).sum()) / (s - 1)
+    ms_documents = s * documents.mean_square
+    rests: list[tuple[float, float]] = []  # each stratum's share of the rest, and its degrees of freedom
+    for group, by_length in zip(pairs.groups, documents.df_of_lengths, strict=True):
+        x = z[:, group]
+        rest = x - x.mean(axis=1, keepdims=True) - x.mean(axis=0, keepdims=True)
+        squares = float((rest**2).sum()) / (s - 1)
+        rests.append((squares * len(group) / max(1, len(group) - 1) / d, (s - 1) * by_length))
+    ms_rest = sum(part for part, _ in rests)
     parts = Parts(max(0.0, ms_seeds - ms_rest), max(0.0, ms_documents - ms_rest), ms_rest)
     variance = Parts(*(part / (s * d) for part in parts))
     # The sum is a combination of the mean squares that are not truncated away: 1 each for the two outer ones,
     # and −1, 0 or +1 for the rest. Satterthwaite: (sum)² / Σ (term² / its df).
     kept = [(ms_seeds, s - 1.0)] * (parts.seeds > 0) + [(ms_documents, documents.df)] * (parts.documents > 0)
     if len(kept) != 1:
-        kept.append((ms_rest, (s - 1) * documents.df_of_lengths))
+        kept += rests
     total, below = sum(parts), sum(ms**2 / df for ms, df in kept)
     df = max(total**2 / below, s - 1.0) if below > 0 else s - 1.0
-    return _Spread(variance, df, f"two-way t, seeds × {pairs.item_word}")
+    return _Spread(variance, df, f"two-way t, seeds × {pairs.item_word}{_within(pairs)}")
+
+
+def _within(pairs: PairTable) -> str:
+    return " within tasks" if pairs.strata else ""
 
 
 def _over_seeds(pairs: PairTable) -> _Spread:
@@ -360,8 +400,8 @@ def _over_seeds(pairs: PairTable) -> _Spread:
 def _over_documents(pairs: PairTable) -> _Spread:
     s, d = pairs.baseline.shape
     documents = _documents(pairs)
-    variance = documents.squares / (d - 1) / d
-    return _Spread(Parts(0.0, variance, 0.0), documents.df, f"t over {pairs.item_word} only ({_count(s, 'seed')})")
+    method = f"t over {pairs.item_word}{_within(pairs)} only ({_count(s, 'seed')})"
+    return _Spread(Parts(0.0, documents.mean_square / d, 0.0), documents.df, method)
 
 
 def _estimate(
