@@ -69,7 +69,8 @@ def model_of(context: int = 64) -> GPT:
 def test_the_prompts_are_the_references(tmp_path: Path) -> None:
     """Items shuffled by Random(1337), examples drawn by Random(1234 + i); written out by hand for each kind."""
     found, letters = tasks(tmp_path), Letters()
-    for name, items in (("choose", MC), ("which", SCHEMA), ("next", LM)):
+    written: dict[str, list[dict[str, Any]]] = {"choose": MC, "which": SCHEMA, "next": LM}
+    for name, items in written.items():
         order = list(enumerate(items))
         random.Random(1337).shuffle(order)
         questions, skipped = questions_of(found[name], letters, 0, FAR)

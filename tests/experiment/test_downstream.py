@@ -125,7 +125,7 @@ def test_one_command_ends_with_everything_in_one_report(
     names = " ".join(row["name"] for row in content["benchmarks"])
     assert "CORE" in names
     assert "ChatCORE" in names
-    assert "own tasks" in names
+    assert "task score" in names
     assert "chat bpb" in names
     page = Path(content["report"]).read_text(encoding="utf-8")
     assert "CORE" in page

@@ -25,7 +25,7 @@ from ..files import make_folder, write_atomic
 from .store import read_parquet
 
 # folder -> name in words, in the order they are told
-BENCHMARKS = {"core": "CORE", "tasks": "own tasks", "chatcore": "ChatCORE"}
+BENCHMARKS = {"core": "CORE", "tasks": "task score", "chatcore": "ChatCORE"}
 _META = b"xsalab"
 
 
