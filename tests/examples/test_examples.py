@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 
 from nanochat_standin import write_standin
+from xsalab.data.chat import messages_of
+from xsalab.eval.bundle import read_bundle
+from xsalab.eval.chat_tasks import CHAT_TASKS, read_items
 from xsalab.experiment.reading import load_experiment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,6 +35,27 @@ def test_the_page_shows_the_toy_s_experiment(tmp_path: Path) -> None:
     printed, shipped = load_experiment(tmp_path / "toy.toml"), load_experiment(EXAMPLES / "toy" / "experiment.toml")
     for name in ("name", "seeds", "primary", "arms", "points"):
         assert getattr(printed, name) == getattr(shipped, name)
+
+
+def test_every_question_of_the_downstream_example_can_be_asked() -> None:
+    """No line of its bundle, chat tasks or conversations is skipped, and chance is as its table says."""
+    folder = EXAMPLES / "downstream"
+    experiment = load_experiment(folder / "experiment.toml")
+    assert experiment.downstream is not None
+    assert experiment.downstream.parts == ("tasks", "sft", "chatcore")
+    bundle = read_bundle(folder / "bundle")
+    assert not bundle.faults
+    assert [len(task.items) for task in bundle.tasks] == [40, 40, 40]
+    for task in bundle.tasks:
+        assert not [item for item in task.items if item.fault]
+        options = {len(item.options) for item in task.items}
+        assert task.baseline == (0 if task.kind == "language_modeling" else 1 / options.pop())
+    for task in CHAT_TASKS.values():
+        items, faults = read_items(folder / "chat", task)
+        assert items
+        assert not faults
+    for line in (folder / "chat" / "conversations.jsonl").read_text(encoding="utf-8").splitlines():
+        messages_of(json.loads(line))
 
 
 @pytest.mark.slow
