@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from xsalab import cli, report
+from xsalab.cli import console
 from xsalab.data import Tokenizer
 from xsalab.experiment import run as runs
 from xsalab.experiment import timing
@@ -591,7 +592,7 @@ def test_a_fault_of_ours_keeps_its_traceback(
     def fault(*_: Any, **__: Any) -> None:
         raise TypeError("ours")
 
-    monkeypatch.setattr(cli, "_load", fault)
+    monkeypatch.setattr(cli.experiments, "load", fault)
     with pytest.raises(TypeError, match="ours"):
         xsalab("status", write_experiment())
 
@@ -603,9 +604,9 @@ def test_a_mistake_shows_its_traceback_when_asked(xsalab: Any, monkeypatch: pyte
 
 
 def test_an_error_of_the_system_names_its_file() -> None:
-    assert cli._message(OSError(errno.ENOSPC, "disk full", "/a/b")) == "/a/b: disk full"
-    assert cli._message(OSError("no network")) == "no network"
-    assert cli._message(ValueError("x")) == "x"
+    assert cli.message(OSError(errno.ENOSPC, "disk full", "/a/b")) == "/a/b: disk full"
+    assert cli.message(OSError("no network")) == "no network"
+    assert cli.message(ValueError("x")) == "x"
 
 
 def test_ctrl_c_ends_with_130_and_the_run_goes_on(
@@ -619,7 +620,7 @@ def test_ctrl_c_ends_with_130_and_the_run_goes_on(
             if metrics.step == 2:
                 signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(runs, "_Report", lambda *_: Interrupts())
+    monkeypatch.setattr(runs, "Report", lambda *_: Interrupts())
     arguments = ("train", path, "--out", out, "--arm", "xsa", "--seed", 0)
     ran = xsalab(*arguments)
     assert ran.code == 130
@@ -642,7 +643,7 @@ def test_a_warning_is_one_line(xsalab: Any, write_experiment: Any, out: Path, mo
 
     arguments = ("train", path, "--out", out, "--arm", "xsa", "--seed", 0)
     with monkeypatch.context() as patched:
-        patched.setattr(runs, "_Report", lambda *_: Stops())
+        patched.setattr(runs, "Report", lambda *_: Stops())
         xsalab(*arguments).refused("stopped")
     folder = run_folder(out, "base.xsa.s0").path / "checkpoints" / "step-000000002"
     (folder / "model.safetensors").write_bytes(b"")
@@ -666,8 +667,8 @@ def test_the_page_is_written_by_report(xsalab: Any, run: Any, write_experiment: 
 
 
 def test_a_progress_bar_on_a_terminal_has_an_eta(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(cli, "notes", Console(stderr=True, force_terminal=True, width=120))
-    with cli._bar("training", 10) as update:
+    monkeypatch.setattr(console, "notes", Console(stderr=True, force_terminal=True, width=120))
+    with console.bar("training", 10) as update:
         update(4, "training xsa")
         time.sleep(0.2)
     assert "training xsa" in capsys.readouterr().err

@@ -118,7 +118,7 @@ def stop(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path, SftConfig, int], No
 def test_step_0_has_the_base_model_s_logits(
     arm: str, out: Path, config: SftConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the bit, for every form of α; and a schedule stays at its end, before the first step and at the last."""
+    """F026: to the bit, in short windows and for every form of α; a schedule stays at its end, to the last step."""
     tokens = torch.arange(60).reshape(2, 30)
     seen: list[torch.Tensor] = []
     alphas: list[dict[str, float]] = []
@@ -132,6 +132,7 @@ def test_step_0_has_the_base_model_s_logits(
 
     monkeypatch.setattr(sft, "answer_bits_per_byte", watch)
     model, _, base = load_run(run_of(out, arm))
+    assert model.config.window_of(0) < tokens.shape[1], "the window must matter"
     tuned = fine_tune(run_of(out, arm), config)
     with torch.no_grad():
         expected = model(tokens)

@@ -1,0 +1,403 @@
+"""Verbs for an experiment's file: data, check, run, status, report, train."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from .console import OUT, File, Json, Out, Sets, app, bar, console, load, note
+
+
+def prepare(experiment: Any, out: Path) -> Any:
+    from ..experiment.fleet import begin_experiment
+
+    with bar("preparing the corpus", 1.0) as update:
+        store, corpora = begin_experiment(experiment, out, lambda stage, share: update(share, stage))
+    for corpus in corpora:
+        for line in corpus.notes:
+            note(f"note: {line}")
+    return store, corpora
+
+
+@app.command()
+def data(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -> None:
+    """Prepare the corpus: text, tokenizer, packed rows.
+
+    Example: xsalab data experiments/quick.toml
+    """
+    from ..experiment.design import expand, resolve
+
+    experiment = load(file, sets, plugins=False)
+    if experiment.command:
+        print("[]" if json_ else 'nothing to prepare: engine = "command", so the data are the command\'s own')
+        return
+    _, corpora = prepare(experiment, out)
+    contexts = sorted({resolve(experiment, cell).model.context for cell in expand(experiment)})
+    content = [
+        {"folder": str(corpus.folder), **corpus.manifest, "rows": [corpus.rows(context).counts for context in contexts]}
+        for corpus in corpora
+    ]
+    if json_:
+        print(json.dumps(content, ensure_ascii=False))
+        return
+    for entry in content:
+        print(f"corpus {entry['folder']}")
+        for side in ("train", "validation"):
+            counts = entry[side]
+            print(
+                f"  {side}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, {counts['bytes']:,} bytes"
+            )
+        print(f"  held out: {entry['validation_rule']}; documents on both sides: {entry['overlap']}")
+        print(f"  unigram entropy of the validation text: {entry['unigram_bits_per_byte']:.4f} bits per byte")
+        for rows in entry["rows"]:
+            print(f"  rows of {rows['context']} tokens: {rows['rows']:,}, waste {100 * rows['waste']:.3f} %")
+        if entry["skipped"]:
+            print("  skipped: " + ", ".join(f"{count} {reason}" for reason, count in entry["skipped"].items()))
+
+
+@app.command()
+def check(
+    file: Annotated[
+        Path | None, typer.Argument(help="an experiment, to check its variants too", metavar="[FILE.toml]")
+    ] = None,
+    compiled: Annotated[bool, typer.Option("--compiled", help="torch.compile as well (about a minute)")] = False,
+    sets: Sets = None,
+    json_: Json = False,
+) -> None:
+    """Run the equivalence checks: α = 0, orthogonality, gradients, cache, causality, fast paths.
+
+    Example: xsalab check experiments/quick.toml
+    """
+    import torch
+
+    from ..check import all_checks, experiment_choices
+    from ..experiment.design import expand, resolve
+
+    torch.set_num_threads(1)  # so small that threads only wait for each other, for minutes on a busy machine
+    extra = ()
+    if file is not None:
+        experiment = load(file, sets)
+        if experiment.command:
+            print("[]" if json_ else 'nothing to check: engine = "command", so the model is the command\'s own')
+            return
+        extra = experiment_choices([resolve(experiment, cell) for cell in expand(experiment)])
+    found = []
+    for result in all_checks(compiled, extra):
+        found.append(result)
+        if not json_:
+            print(result, flush=True)
+    failed = [result for result in found if not result.passed]
+    if json_:
+        print(json.dumps([{**vars(result), "passed": result.passed} for result in found], ensure_ascii=False))
+    else:
+        print(f"{len(found) - len(failed)} passed, {len(failed)} failed")
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def run(
+    file: File,
+    out: Out = OUT,
+    jobs: Annotated[int, typer.Option(min=0, help="runs side by side; 0: as many as the cores or GPUs hold")] = 0,
+    until_decided: Annotated[
+        bool, typer.Option("--until-decided", help="add seeds at fixed looks until the primary contrast is decided")
+    ] = False,
+    max_seeds: Annotated[
+        int, typer.Option(help="the last look of --until-decided, declared before the runs; 0: 12")
+    ] = 0,
+    sets: Sets = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="metrics to TensorBoard as well")] = False,
+    wandb: Annotated[bool, typer.Option("--wandb", help="metrics to W&B as well, offline by default")] = False,
+    unsafe_run_code: Annotated[
+        bool, typer.Option("--unsafe-run-code", help="[chatcore] run_code where programs cannot be shut in")
+    ] = False,
+    json_: Json = False,
+) -> None:
+    """Carry out an experiment: every arm and seed, controls, timing, benchmarks, statistics, report.
+
+    Continues what was interrupted, and adds what a longer file asks for (seeds, arms). With --until-decided the seeds
+    come at looks (4, 6, 8, 12), and the intervals are wider, so that the error over all looks is 5 %.
+
+    Example: xsalab run experiments/quick.toml
+
+    Example: xsalab run experiments/quick.toml --until-decided --max-seeds 8
+    """
+    from ..experiment.outcome import outcome
+    from ..experiment.stages import as_run, begin_looks, decided, next_look
+    from ..experiment.store import RunStore
+    from ..files import folder_lock, make_folder
+    from ..report import print_outcome, write_report
+
+    if max_seeds and not until_decided:
+        raise ValueError(
+            f"--max-seeds {max_seeds}: is the cap of --until-decided; give both, or list seeds in the file"
+        )
+    written = load(file, sets)
+    store = RunStore.of(written, out)
+    make_folder(store.folder)
+    trackers = [name for name, wanted in (("tensorboard", tensorboard), ("wandb", wandb)) if wanted]
+    spent: list[dict[str, Any]] = []
+    beside = 1
+    clock = {"begin": time.perf_counter()}
+    with folder_lock(store.folder, "experiment"):
+        experiment = begin_looks(written, store, max_seeds or 12) if until_decided else as_run(written, store)
+        while True:
+            if experiment.looks:
+                note(f"the look at {len(experiment.seeds)} of at most {experiment.looks[-1]} seeds")
+            experiment, statuses, used = _carry_out(experiment, store, out, jobs, trackers, clock)
+            spent, beside = spent + statuses, max(beside, used)
+            if experiment.downstream:
+                _ask_downstream(experiment, store, jobs, unsafe_run_code)
+                clock["benchmarks"] = time.perf_counter()
+            result = outcome(experiment, store)
+            page = write_report(experiment, store, result)
+            further = next_look(experiment, store) if until_decided and not decided(result) else None
+            if further is None:
+                break
+            experiment = further
+        clock["report"] = time.perf_counter()
+    if json_:
+        print(json.dumps({**result, "report": str(page)}, ensure_ascii=False, allow_nan=False))
+    else:
+        print_outcome(result, console)
+        print(_parts(clock, spent, beside))
+        print(f"report: {page}")
+    if any(entry["state"] == "diverged" for entry in result["runs"]):
+        raise typer.Exit(1)
+
+
+def _carry_out(
+    experiment: Any, store: Any, out: Path, jobs: int, trackers: list[str], clock: dict[str, float]
+) -> tuple[Any, list[dict[str, Any]], int]:
+    """The runs that are not there yet, the timing, and what follows from it for equal time.
+
+    Returns the experiment with its further runs, the statuses of the runs of this call, and how many ran side by side.
+    """
+    from ..experiment.stages import equal_time_ratios, plan_equal_time, usable_costs
+    from ..experiment.timing import measure_costs, measured_costs
+
+    prepare(experiment, out)
+    clock.setdefault("corpus", time.perf_counter())
+    statuses, used = _train_missing(experiment, store, out, jobs, trackers)
+    clock["runs"] = time.perf_counter()
+    if experiment.controls.timing and not usable_costs(experiment, store):
+        with bar("timing the arms in turns", 1.0) as update:
+            measure_costs(experiment, store, out, lambda done, total: update(done / total))
+    clock["timing"] = time.perf_counter()
+    if experiment.equal_time.rerun:
+        experiment = plan_equal_time(experiment, store, measured_costs(experiment, store))
+        if not equal_time_ratios(store):
+            note("equal time: no run is planned from step times of a busy machine; run again when it is quiet")
+        further, more = _train_missing(experiment, store, out, jobs, trackers)
+        statuses, used = statuses + further, max(used, more)
+        clock["equal time"] = time.perf_counter()
+    return experiment, statuses, used
+
+
+def _train_missing(
+    experiment: Any, store: Any, out: Path, jobs: int, trackers: list[str]
+) -> tuple[list[dict[str, Any]], int]:
+    from ..experiment.building import cannot_compile
+    from ..experiment.fleet import default_jobs, run_tasks, tasks
+    from ..experiment.run import run_cell
+
+    every = tasks(experiment, out, trackers)
+    ended = [task for task in every if store.run(task.cell).state in ("finished", "diverged")]
+    pending = [task for task in every if task not in ended]
+    for task in ended:  # trains nothing; a run of another configuration is found before hours are spent
+        run_cell(task)
+    if experiment.command:
+        jobs = jobs or 1  # what a command needs of the machine is not known
+    jobs = jobs or default_jobs(max(task.threads for task in every), len(pending))
+    if any(task.compiled for task in pending) and (reason := cannot_compile()):
+        note(f"note: {reason}")
+    if pending:
+        note(f"{len(pending)} of {len(every)} runs to do, {jobs} at a time")
+        with _run_progress(store, pending) as event:
+            run_tasks(pending, jobs, event)
+    return [store.run(task.cell).status for task in pending], jobs
+
+
+def _ask_downstream(experiment: Any, store: Any, jobs: int, unsafe_code: bool) -> None:
+    """CORE, fine-tuning and ChatCORE of the finished runs that lack them, under one bar."""
+    from ..experiment.downstream import downstream_tasks
+    from ..experiment.fleet import default_jobs, run_tasks
+
+    pending = downstream_tasks(experiment, store, unsafe_code)
+    if not pending:
+        return
+    jobs = jobs or default_jobs(max(task.threads for task in pending), len(pending))
+    parts = pending[0].parts
+    note(f"{len(pending)} runs to ask: {', '.join(parts)}; {jobs} at a time")
+    done = {(task.cell, part): 0.0 for task in pending for part in parts}
+    told: set[str] = set()
+    with bar("asking", len(done)) as update:
+
+        def event(cell: Any, content: dict[str, Any]) -> None:
+            if content["kind"] == "part":
+                done[cell, content["part"]] = content["done"] / content["total"]
+                update(sum(done.values()), f"asking {cell.name}, {content['words']}")
+            elif content["kind"] == "note" and content["text"] not in told:  # the same of every run
+                told.add(content["text"])
+                note(f"{cell.name}: {content['text']}")
+            elif content["kind"] == "end":
+                done.update({(cell, part): 1.0 for part in parts})
+                note(f"{cell.name}: {content['state']}")
+                update(sum(done.values()))
+
+        run_tasks(pending, jobs, event)
+
+
+def _parts(clock: dict[str, float], statuses: list[dict[str, Any]], jobs: int) -> str:
+    """Where the time of this call went: wall seconds a stage, and what the runs spent theirs on."""
+    names = list(clock)
+    stages = ", ".join(f"{name} {clock[name] - clock[before]:.0f} s" for before, name in itertools.pairwise(names))
+    spent = [status["seconds"] for status in statuses if "seconds" in status]
+    inside = ", ".join(f"{part} {sum(run[part] for run in spent):.0f} s" for part in (spent[0] if spent else ()))
+    total = f"took {clock[names[-1]] - clock[names[0]]:.0f} s: {stages}"
+    return f"{total}; within the runs, {jobs} side by side: {inside}" if inside else total
+
+
+@contextmanager
+def _run_progress(store: Any, pending: list[Any]) -> Iterator[Any]:
+    """One bar over all steps; a line for each run that ends."""
+    total = sum(task.steps for task in pending)
+    done = dict.fromkeys((task.cell for task in pending), 0)
+    with bar("training", total) as update:
+
+        def event(cell: Any, content: dict[str, Any]) -> None:
+            if content["kind"] == "step":
+                done[cell] = content["step"] if content["steps"] else 0  # of a command the number is not known
+                words = content.get("words") or f"loss {content['loss']:.3f}"
+                update(sum(done.values()), f"training {cell.name}, {words}")
+            elif content["kind"] == "end":
+                status = store.run(cell).status
+                done[cell] = next(task.steps for task in pending if task.cell == cell)
+                seconds = status.get("seconds", {})
+                detail = status.get("message", "")
+                if "val_bpb" in status:
+                    detail = f"val bpb {status['val_bpb']:.4f}, {sum(seconds.values()):.0f} s"
+                elif "value" in status:
+                    detail = f"{status['value']:.6g}, {sum(seconds.values()):.0f} s"
+                note(f"{cell.name}: {status['state']}, {detail}")
+                update(sum(done.values()))
+
+        yield event
+
+
+@app.command()
+def train(
+    file: File,
+    arm: Annotated[str, typer.Option(help="the arm to train")],
+    seed: Annotated[int, typer.Option(help="one of the experiment's seeds")],
+    point: Annotated[str, typer.Option(help="the point; the first one where left out")] = "",
+    out: Out = OUT,
+    sets: Sets = None,
+    json_: Json = False,
+) -> None:
+    """Train one run of an experiment in the foreground, or continue it.
+
+    Example: xsalab train experiments/quick.toml --arm xsa --seed 0
+    """
+    from ..experiment.fleet import run_tasks, tasks
+    from ..experiment.stages import as_run
+    from ..experiment.store import RunStore
+
+    experiment = load(file, sets)
+    experiment = as_run(experiment, RunStore.of(experiment, out))
+    store, _ = prepare(experiment, out)
+    point = point or experiment.points[0].name
+    every = tasks(experiment, out)
+    chosen = [task for task in every if (task.cell.point, task.cell.arm, task.cell.seed) == (point, arm, seed)]
+    if not chosen:
+        names = ", ".join(sorted({task.cell.arm for task in every}))
+        points = ", ".join(item.name for item in experiment.points)
+        raise ValueError(
+            f"--arm {arm} --seed {seed} --point {point}: no such run; arms: {names}; "
+            f"seeds: {list(experiment.seeds)}; points: {points}"
+        )
+    with _run_progress(store, chosen) as event:
+        states = run_tasks(chosen, 1, event)
+    folder = store.run(chosen[0].cell)
+    if json_:
+        print(json.dumps({"folder": str(folder.path), **folder.status}, ensure_ascii=False))
+    else:
+        print(folder.path)
+    if "diverged" in states.values():
+        raise typer.Exit(1)
+
+
+@app.command()
+def status(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -> None:
+    """Show how far every run of an experiment is. Runs no code of the experiment's plugins.
+
+    Example: xsalab status experiments/quick.toml --json
+    """
+    from ..experiment.design import expand, resolve
+    from ..experiment.stages import as_run
+    from ..experiment.store import RunStore
+
+    experiment = load(file, sets, plugins=False)
+    store = RunStore.of(experiment, out)
+    experiment = as_run(experiment, store)
+    rows = []
+    for cell in expand(experiment):
+        run = store.run(cell)
+        row: dict[str, Any] = {
+            "run": cell.name,
+            "step": 0,
+            "steps": None if experiment.command else resolve(experiment, cell).train.steps,
+            **run.status,
+        }
+        if row["state"] == "running":  # status.json says where the process began; the log, where it is
+            logged = [entry["step"] + 1 for entry in run.metrics() if "loss" in entry or experiment.command]
+            row["step"] = max([row["step"], *logged])
+        rows.append(row)
+    if json_:
+        print(json.dumps(rows, ensure_ascii=False))
+        return
+    table = Table(box=None)
+    for heading in ("run", "state", "step", experiment.metric.name if experiment.command else "val bpb", ""):
+        table.add_column(heading)
+    for row in rows:
+        value = f"{row['value']:.6g}" if "value" in row else ""
+        value = f"{row['val_bpb']:.4f}" if "val_bpb" in row else value
+        steps = str(row["step"]) if row["steps"] is None else f"{row['step']}/{row['steps']}"
+        table.add_row(row["run"], row["state"], steps, value, row.get("message", ""))
+    console.print(table)
+    states = [row["state"] for row in rows]
+    print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
+
+
+@app.command()
+def report(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -> None:
+    """Print the verdicts and write the page again from what is stored. Runs no code of the experiment's plugins.
+
+    Example: xsalab report experiments/quick.toml
+    """
+    from ..experiment.outcome import outcome
+    from ..experiment.stages import as_run
+    from ..experiment.store import RunStore
+    from ..report import print_outcome, write_report
+
+    experiment = load(file, sets, plugins=False)
+    store = RunStore.of(experiment, out)
+    if not store.folder.is_dir():
+        raise ValueError(f"{store.folder}: nothing was run yet; begin with: xsalab run {file}")
+    experiment = as_run(experiment, store)
+    result = outcome(experiment, store)
+    page = write_report(experiment, store, result)
+    if json_:
+        print(json.dumps({**result, "report": str(page)}, ensure_ascii=False, allow_nan=False))
+    else:
+        print_outcome(result, console)
+        print(f"report: {page}")
