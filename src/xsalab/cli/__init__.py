@@ -2,7 +2,7 @@
 
 experiments   data, check, run, status, report, train
 models        sample, chat, sft, core, chatcore, export
-around        plan, calibrate, align, compare
+tools         plan, calibrate, align, compare
 
 Exit codes: 0 done; 1 a check failed or a run diverged; 2 a mistake in what was asked; 130 interrupted.
 """
@@ -16,9 +16,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from . import around as around
 from . import experiments as experiments
 from . import models as models
+from . import tools as tools
 from .console import app as app
 from .console import note
 
