@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,50 @@ def test_a_task_without_a_baseline_is_named(tmp_path: Path) -> None:
     bundle = read_bundle(folder)
     assert [task.name for task in bundle.tasks] == ["which"]
     assert all("has no random baseline from 0 to 100" in why for why in bundle.faults.values())
+
+
+@pytest.mark.parametrize("label", ["../../evil", "a/b", "", ".x", "with space"])
+def test_a_label_names_a_file_and_nothing_else(tmp_path: Path, label: str) -> None:
+    """A bundle writes nothing outside the folder of its answers."""
+    folder = write_bundle(tmp_path / "b")
+    text = (folder / "core.yaml").read_text(encoding="utf-8").replace('"label": "next"', f'"label": "{label}"')
+    (folder / "core.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="each once, of letters, digits"):
+        read_bundle(folder)
+
+
+def test_a_label_is_there_once(tmp_path: Path) -> None:
+    folder = write_bundle(tmp_path / "b")
+    text = (folder / "core.yaml").read_text(encoding="utf-8").replace('"which"', '"next"')
+    (folder / "core.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="label 'next': each once"):
+        read_bundle(folder)
+
+
+def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    """Line ends of other kinds stand raw in JSON texts; the items keep their number and place."""
+    odd = [{**MC[0], "query": "one\u2028two\u0085three"}, *MC[1:]]
+    tasks = {"choose": {**TASKS["choose"], "items": [json.dumps(item, ensure_ascii=False) for item in odd]}}
+    (task,) = read_bundle(write_bundle(tmp_path / "b", tasks)).tasks
+    assert len(task.items) == 6
+    assert task.items[0].text == "one\u2028two\u0085three"
+
+
+def test_a_task_that_is_a_folder_or_damaged_leaves_the_others(tmp_path: Path) -> None:
+    folder = write_bundle(tmp_path / "b", {**TASKS, "choose": {**TASKS["choose"], "dataset_uri": "own"}})
+    assert "cannot be read" in read_bundle(folder).faults["choose"]
+    archive, whole = tmp_path / "b.zip", write_bundle(tmp_path / "whole")
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as written:
+        for path in sorted(whole.rglob("*")):
+            written.write(path, str(path.relative_to(whole)))
+        place = written.getinfo("eval_data/own/which.jsonl").header_offset
+    data = bytearray(archive.read_bytes())
+    name = data.index(b"which.jsonl", place) + len(b"which.jsonl")
+    data[name + 4 : name + 24] = b"\xff" * 20
+    archive.write_bytes(bytes(data))
+    bundle = read_bundle(open_bundle(str(archive), "", tmp_path))
+    assert list(bundle.faults) == ["which"]
+    assert "cannot be read" in bundle.faults["which"]
 
 
 def test_a_name_that_is_no_task_is_refused(tmp_path: Path) -> None:

@@ -254,6 +254,8 @@ def test_the_key_follows_what_is_asked_and_not_how_fast(tmp_path: Path) -> None:
     assert len(set(same)) == 1
     from dataclasses import replace
 
+    moved = read_bundle(write_bundle(tmp_path / "elsewhere"))
+    assert key(CoreConfig(), moved) == same[0], "the same items in another folder"
     others = [
         key(CoreConfig(max_per_task=2)),
         key(CoreConfig(longest="context")),
@@ -285,6 +287,17 @@ def test_encoding_by_lines_is_encoding_the_text(tokenizer: Tokenizer, text: str)
     encode = LineEncoder(tokenizer)
     for _ in range(2):  # the second time from what is kept
         assert encode(text) == (tokenizer.bos, *tokenizer.encode([text])[0])
+
+
+def test_another_split_is_encoded_whole(tokenizer: Tokenizer) -> None:
+    """A split that takes a blank line and the next word together: line by line it would give other tokens."""
+    table = json.loads(json.dumps(tokenizer.table()))
+    table["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": r"\s+\S+|\S+|\s+"}
+    other = Tokenizer(json.dumps(table))
+    text = "a b\n\nQuestion: what?\n\nQ"
+    assert tokenizer.splits_lines
+    assert not other.splits_lines
+    assert LineEncoder(other)(text) == (other.bos, *other.encode([text])[0])
 
 
 # --- the reference itself

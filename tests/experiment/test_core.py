@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from eval.bundles import MC, TASKS, write_bundle
 from xsalab.eval import core as core_module
 from xsalab.eval.core import CoreConfig
 from xsalab.experiment.answers import read_answers
 from xsalab.experiment.core import ask_core
+from xsalab.experiment.outcome import outcome
 
 
 @pytest.fixture
@@ -59,6 +62,38 @@ def test_answers_of_two_bundles_are_not_mixed(run: Path, tmp_path: Path, xsalab:
     assert ran.code == 2
     assert "holds answers to choose, which this bundle has not" in ran.err
     assert set(read_answers(run / "core")) == {"choose", "next"}
+
+
+def test_answers_belong_to_the_weights_that_gave_them(shared_data: Path, tmp_path: Path) -> None:
+    """Two checkpoints in folders of one name: the second is asked, not told what the first has answered."""
+    bundle = CoreConfig(bundle=str(write_bundle(tmp_path / "b")))
+    found = []
+    for place, scale in (("a", 1.0), ("b", 0.0)):
+        folder = tmp_path / place / "d4"
+        folder.mkdir(parents=True)
+        for name in ("meta_000120.json", "tokenizer.pkl"):
+            shutil.copyfile(shared_data / "nanochat_d4" / name, folder / name)
+        tensors = torch.load(shared_data / "nanochat_d4" / "model_000120.pt", weights_only=True)
+        torch.save({name: tensor * scale for name, tensor in tensors.items()}, folder / "model_000120.pt")
+        found.append(ask_core(folder, bundle, out=tmp_path / "out").answers["choose"].scores[0].options)
+    assert found[0] != found[1]
+
+
+def test_a_figure_is_asked_in_one_way(lab: Callable[..., Any], tmp_path: Path) -> None:
+    """Tasks of different numbers of items, or answers of weights that are gone, are no figure: said by the outcome."""
+    found = lab()
+    run = found.run().path
+    bundle = str(write_bundle(tmp_path / "b"))
+    ask_core(run, CoreConfig(bundle=bundle))
+    ask_core(run, CoreConfig(bundle=bundle, tasks=("next",), max_per_task=2))
+    with pytest.raises(ValueError, match=r"choose was asked with max_per_task = 0, next with max_per_task = 2"):
+        outcome(found.experiment, found.store)
+    ask_core(run, CoreConfig(bundle=bundle))
+    outcome(found.experiment, found.store)
+    status = json.loads((run / "status.json").read_text(encoding="utf-8"))
+    (run / "status.json").write_text(json.dumps({**status, "weights": "others"}), encoding="utf-8")
+    with pytest.raises(ValueError, match="of other weights than the run has now"):
+        outcome(found.experiment, found.store)
 
 
 def test_a_row_holds_what_the_answer_followed_from(run: Path, tmp_path: Path) -> None:

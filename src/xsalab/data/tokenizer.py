@@ -129,6 +129,12 @@ class Tokenizer:
         return len(self._names)
 
     @property
+    def splits_lines(self) -> bool:
+        """Whether a line end before something visible always ends a token: so it is with our split."""
+        parts = (self._json.get("pre_tokenizer") or {}).get("pretokenizers") or [{}]
+        return parts[0].get("pattern") == {"Regex": SPLIT}
+
+    @property
     def bos(self) -> int:
         """Id of the token that begins every document."""
         return self.specials[BOS]
@@ -142,7 +148,7 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Ids of each text, as ordinary text: no special token arises, none is added."""
-        pieces = [_pieces(text) for text in texts]
+        pieces = [_pieces(text) if self.splits_lines else [text] for text in texts]
         flat = [piece for parts in pieces for piece in parts]
         encoded = iter(self._encoder.encode_batch_fast(flat, add_special_tokens=False))
         return [[i for _ in parts for i in next(encoded).ids] for parts in pieces]

@@ -11,9 +11,11 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import urllib.request
 import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ import yaml
 from ..files import make_folder
 
 KINDS = ("multiple_choice", "schema", "language_modeling")
+LABEL = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 Folder = Path | zipfile.Path
 
 
@@ -123,6 +126,8 @@ def read_bundle(folder: Folder, tasks: tuple[str, ...] = ()) -> Bundle:
     """The tasks of core.yaml, or those named. Raises ValueError for a name that it lacks, or where no task is left."""
     entries, baselines = _entries(folder), _baselines(folder)
     known = [str(entry["label"]) for entry in entries]
+    if strange := [name for name in known if not re.fullmatch(LABEL, name) or known.count(name) > 1]:
+        raise ValueError(f"{folder / 'core.yaml'}: label {strange[0]!r}: each once, of letters, digits and . _ -")
     if unknown := [name for name in tasks if name not in known]:
         raise ValueError(f"task {unknown[0]!r} is not in {folder / 'core.yaml'}; its tasks: {', '.join(known)}")
     found: list[Task] = []
@@ -146,6 +151,8 @@ def _text(path: Folder) -> str:
         raise ValueError(f"{path}: missing from the bundle") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 ({error})") from None
+    except (OSError, zlib.error, zipfile.BadZipFile, EOFError) as error:  # a folder, a damaged member of a zip
+        raise ValueError(f"{path}: cannot be read ({error})") from None
 
 
 def _entries(folder: Folder) -> list[dict[str, Any]]:
@@ -181,9 +188,8 @@ def _task(folder: Folder, name: str, entry: Mapping[str, Any], baselines: Mappin
     if not 0 <= baselines.get(name, -1.0) < 1:
         raise ValueError(f"{folder / 'eval_meta_data.csv'} has no random baseline from 0 to 100 for it")
     path = folder / "eval_data" / str(entry.get("dataset_uri"))
-    items = tuple(
-        _item(kind, str(number), line) for number, line in enumerate(_text(path).splitlines(), 1) if line.strip()
-    )
+    lines = _text(path).split("\n")  # not splitlines: JSON texts may hold other line ends
+    items = tuple(_item(kind, str(number), line) for number, line in enumerate(lines, 1) if line.strip())
     if not any(not item.fault for item in items):
         raise ValueError(
             f"{path}: no item can be asked" + (f" (line {items[0].name}: {items[0].fault})" if items else "")

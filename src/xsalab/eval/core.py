@@ -94,7 +94,8 @@ def core(
     left_out: called with a task that cannot be asked, and why; the others are.
     """
     for task in bundle.tasks:
-        key = digest([FORMAT, dump(task), config.max_per_task, config.longest, model.config.context])
+        asked = {name: value for name, value in dump(task).items() if name != "path"}
+        key = digest([FORMAT, asked, config.max_per_task, config.longest, model.config.context])
         answers = known(task.name, key)
         if answers is None:
             try:
@@ -266,17 +267,18 @@ def _common(rows: Sequence[Sequence[int]]) -> int:
 
 
 class LineEncoder:
-    """Start token and text, line by line: a line end before something visible always ends a token (tokenizer.SPLIT).
+    """Start token and text, line by line where the tokenizer allows: few-shot examples come again and again.
 
-    Lines are kept: few-shot examples come again and again.
+    With the split of data/tokenizer.py a line end before something visible always ends a token (``splits_lines``).
     """
 
     def __init__(self, tokenizer: Encoder) -> None:
         self.tokenizer = tokenizer
+        self.by_lines = bool(getattr(tokenizer, "splits_lines", False))
         self.known: dict[str, tuple[int, ...]] = {}
 
     def __call__(self, text: str) -> tuple[int, ...]:
-        lines = re.split(r"(?<=\n)(?=\S)", text)
+        lines = re.split(r"(?<=\n)(?=\S)", text) if self.by_lines else [text]
         if new := [line for line in dict.fromkeys(lines) if line not in self.known]:
             self.known.update(zip(new, map(tuple, self.tokenizer.encode(new)), strict=True))
         return (self.tokenizer.bos, *(token for line in lines for token in self.known[line]))

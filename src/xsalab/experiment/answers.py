@@ -5,17 +5,19 @@ RUN/tasks/TASK.parquet       tasks of the user's own, in a bundle of CORE's layo
 RUN/sft/core/TASK.parquet    of the fine-tuned one, where it was asked
 RUN/sft/chatcore/TASK.parquet
 
-A file's own metadata hold the task's baseline, chance level and counts, and ``key``: a digest of everything that the
-answers depend on beside the weights. A task is asked again where the key is another; what is there is kept otherwise,
-so that an interrupted evaluation goes on where it stopped.
+A file's own metadata hold the task's baseline, chance level and counts, ``weights``: a digest of the model's, and
+``key``: of all else that the answers depend on. A task is asked again where one of the two is another; what is there is
+kept otherwise, so that an interrupted evaluation goes on where it stopped. ``settings`` say how it was asked: the tasks
+of one figure were asked in one way.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -29,7 +31,23 @@ BENCHMARKS = {"core": "CORE", "tasks": "task score", "chatcore": "ChatCORE"}
 _META = b"xsalab"
 
 
-def write_answers(folder: Path, answers: TaskAnswers, key: str) -> None:
+class Stored(NamedTuple):
+    """What one file holds."""
+
+    key: str
+    weights: str
+    settings: dict[str, Any]
+    answers: TaskAnswers
+
+
+def write_answers(
+    folder: Path,
+    answers: TaskAnswers,
+    key: str,
+    *,
+    weights: str = "",
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     """Writes ``folder/TASK.parquet`` whole or not at all."""
     rows = answers.scores
     table = pa.table(
@@ -43,7 +61,10 @@ def write_answers(folder: Path, answers: TaskAnswers, key: str) -> None:
             "cut": [row.cut for row in rows],
         }
     )
-    meta = {"key": key, "baseline": answers.baseline, "chance": answers.chance, "counts": dict(answers.counts)}
+    meta = {
+        "key": key, "weights": weights, "settings": dict(settings), "baseline": answers.baseline,
+        "chance": answers.chance, "counts": dict(answers.counts),
+    }  # fmt: skip
     table = table.replace_schema_metadata({_META: json.dumps(meta).encode()})
     make_folder(folder)
     sink = pa.BufferOutputStream()
@@ -51,8 +72,8 @@ def write_answers(folder: Path, answers: TaskAnswers, key: str) -> None:
     write_atomic(folder / f"{answers.task}.parquet", sink.getvalue().to_pybytes())
 
 
-def read_task(path: Path) -> tuple[str, TaskAnswers]:
-    """(key, answers) of one file. ValueError naming it where it is damaged or something else."""
+def read_task(path: Path) -> Stored:
+    """One file. ValueError naming it where it is damaged or something else."""
     table = read_parquet(path)
     try:
         meta: dict[str, Any] = json.loads((table.schema.metadata or {})[_META])
@@ -63,7 +84,8 @@ def read_task(path: Path) -> tuple[str, TaskAnswers]:
             )
             for row in table.to_pylist()
         )  # fmt: skip
-        return meta["key"], TaskAnswers(path.stem, meta["baseline"], meta["chance"], scores, meta["counts"])
+        answers = TaskAnswers(path.stem, meta["baseline"], meta["chance"], scores, meta["counts"])
+        return Stored(meta["key"], meta["weights"], meta["settings"], answers)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not the answers to a task ({error}); delete it to have it asked again") from None
 
@@ -71,13 +93,27 @@ def read_task(path: Path) -> tuple[str, TaskAnswers]:
 def read_answers(folder: Path, tasks: Iterable[str] | None = None) -> dict[str, TaskAnswers]:
     """Task -> answers, of a benchmark's folder; {} where it is not there. ``tasks`` None: all, by name."""
     names = sorted(path.stem for path in folder.glob("*.parquet")) if tasks is None else tasks
-    return {name: read_task(folder / f"{name}.parquet")[1] for name in names if (folder / f"{name}.parquet").is_file()}
+    paths = {name: folder / f"{name}.parquet" for name in names}
+    return {name: read_task(path).answers for name, path in paths.items() if path.is_file()}
 
 
-def known_answers(folder: Path, task: str, key: str) -> TaskAnswers | None:
-    """What is there of a task under this very key; None where it must be asked."""
+def known_answers(folder: Path, task: str, key: str, *, weights: str = "") -> TaskAnswers | None:
+    """What is there of a task under this very key and these weights; None where it must be asked."""
     path = folder / f"{task}.parquet"
     if not path.is_file():
         return None
-    found, answers = read_task(path)
-    return answers if found == key else None
+    found = read_task(path)
+    return found.answers if (found.key, found.weights) == (key, weights) else None
+
+
+def one_way(stored: Mapping[str, Stored], folder: Path) -> None:
+    """ValueError naming two tasks of a folder that were asked with other settings: their mean would be no figure."""
+    first: dict[str, tuple[str, Any]] = {}
+    for task, found in stored.items():
+        for name, value in found.settings.items():
+            other, before = first.setdefault(name, (task, value))
+            if before != value:
+                raise ValueError(
+                    f"{folder}: {other} was asked with {name} = {before}, {task} with {name} = {value}: one figure "
+                    "needs one way of asking; ask all tasks again in one way, or delete the files of the others"
+                )

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..stats.items import centred_values
-from .answers import read_task
+from .answers import one_way, read_task
 from .design import Cell, Experiment, Metric, declared_factors
 from .pairing import Scores, describe, first_other, mismatch
 from .store import RunFolder, RunStore
@@ -75,10 +75,19 @@ class Asked:
         return "waiting" if run.state == "finished" and run.path not in self.scores else run.state
 
 
-def read_tasks(folder: Path) -> dict[str, Task]:
+def read_tasks(folder: Path, weights: str) -> dict[str, Task]:
+    """The tasks of a benchmark's folder; ``weights`` are those that the run has now.
+
+    Raises ValueError where answers are of other weights, or its tasks were asked with other settings.
+    """
+    stored = {path.stem: read_task(path) for path in sorted(folder.glob("*.parquet"))}
+    if old := [task for task, found in stored.items() if found.weights not in ("", weights)]:
+        raise ValueError(
+            f"{folder}: the answers to {old[0]} are of other weights than the run has now; ask it again, or delete them"
+        )
+    one_way(stored, folder)
     found: dict[str, Task] = {}
-    for path in sorted(folder.glob("*.parquet")):
-        key, given = read_task(path)
+    for key, _, _, given in stored.values():
         values = np.array([[score.value, score.weight] for score in given.scores]).T
         items = tuple(score.item for score in given.scores)
         found[given.task] = Task(key, given.baseline, given.chance, given.counts, items, *values)
@@ -116,16 +125,29 @@ def check_same(experiment: Experiment, store: RunStore, name: str, answers: Answ
 
 
 def check_tuned(experiment: Experiment, store: RunStore, cells: Sequence[Cell]) -> None:
-    """ValueError naming two fine-tuned runs of a point and seed that differ in more than their arms declare."""
-    first: dict[tuple[str, int], Cell] = {}
+    """ValueError naming two fine-tuned runs of a point that were not fine-tuned alike.
+
+    Of one seed, all must agree but what the arms declare; over seeds, the conversations and the settings of [sft],
+    and within an arm no declaration excuses a difference.
+    """
+    first: dict[tuple[str, str, int | str], Cell] = {}
+    found = {cell: RunFolder(store.run(cell).path / "sft").fingerprint() for cell in cells}
+    shared = {
+        cell: {
+            "config": {"sft": of["config"]["sft"]}, "start": {}, "plugins": {},
+            **{name: of[name] for name in ("corpus", "evaluation")},
+        }
+        for cell, of in found.items()
+    }  # fmt: skip
     for cell in cells:
-        other = first.setdefault((cell.point, cell.seed), cell)
-        a, b = (RunFolder(store.run(side).path / "sft").fingerprint() for side in (other, cell))
-        if found := mismatch(a, b, declared_factors(experiment, other.arm, cell.arm)):
-            raise ValueError(
-                f"{store.folder}: {other.name} and {cell.name} were not fine-tuned alike: {describe(found)}. "
-                "Delete the folder sft of both and fine-tune them again"
-            )
+        for kind, which, prints in (("seed", cell.seed, found), ("arm", cell.arm, shared), ("all", "", shared)):
+            other = first.setdefault((cell.point, kind, which), cell)
+            factors = () if kind == "arm" else declared_factors(experiment, other.arm, cell.arm)
+            if differ := mismatch(prints[other], prints[cell], factors):
+                raise ValueError(
+                    f"{store.folder}: {other.name} and {cell.name} were not fine-tuned alike: {describe(differ)}. "
+                    "Delete RUN/sft of the older ones and run again"
+                )
 
 
 def asked_tasks(store: RunStore, folder: str, name: str, answers: Answers, diverged: frozenset[Path]) -> Asked:

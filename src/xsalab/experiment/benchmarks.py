@@ -53,7 +53,10 @@ def benchmarks(experiment: Experiment, store: RunStore, looks: Looks | None = No
     every: list[tuple[Asked, Answers]] = []
     for name, words in BENCHMARKS.items():
         for folder, of in ((name, words), (f"sft/{name}", f"{words} after fine-tuning")):
-            answers = {cell: read_tasks(store.run(cell).path / folder) for cell in cells}
+            answers = {}
+            for cell in cells:
+                owner = store.run(cell) if folder == name else tuned[cell]
+                answers[cell] = read_tasks(store.run(cell).path / folder, owner.status.get("weights", ""))
             check_same(experiment, store, of, answers)
             every.append(
                 (asked_tasks(store, folder, of, answers, diverged if folder != name else frozenset()), answers)

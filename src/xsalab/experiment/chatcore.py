@@ -11,10 +11,11 @@ from typing import Any
 from ..eval import TaskAnswers
 from ..eval.chat_core import NOT_RUN, chat_core, chat_core_means, pass_at
 from ..eval.chat_prompts import ChatCoreConfig
-from ..eval.chat_tasks import CHAT_TASKS, GENERATED
+from ..eval.chat_tasks import CHAT_TASKS, GENERATED, HUB
 from ..eval.sandbox import Sandbox
 from .answers import known_answers, write_answers
 from .run import load_run
+from .store import RunFolder
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,21 @@ def ask_chat_core(
         else:
             note(f"{task}: {text}")
 
-    out = folder / "chatcore"
+    out, weights = folder / "chatcore", RunFolder(folder).status["weights"]
     asked = chat_core(
         model, corpus.tokenizer, Path(config.data), config,
-        sandbox=sandbox, known=partial(known_answers, out), progress=progress, note=told,
+        sandbox=sandbox, known=partial(known_answers, out, weights=weights), progress=progress, note=told,
     )  # fmt: skip
     for found, key in asked:
-        write_answers(out, found, key)
+        write_answers(out, found, key, weights=weights, settings=_settings(config, found.task))
         answers[found.task] = found
     return ChatCoreResult(out, fine_tuned, answers, left_out)
+
+
+def _settings(config: ChatCoreConfig, task: str) -> dict[str, Any]:
+    """How a task was asked, in what the tasks of one figure must agree."""
+    data = config.data if config.data == HUB else str(Path(config.data).resolve())
+    if task not in GENERATED:
+        return {"data": data, "max_categorical": config.max_categorical}
+    names = ("max_generated", "samples", "temperature", "max_new_tokens")
+    return {"data": data, **{name: getattr(config, name) for name in names}}

@@ -14,7 +14,9 @@ from ..eval.core import CoreConfig, Encoder, core, kept_items
 from ..interop.nanochat import latest_step, read_checkpoint
 from ..model import GPT
 from .answers import known_answers, write_answers
+from .fingerprint import model_digest
 from .run import load_run
+from .store import RunFolder
 
 CACHE = Path.home() / ".cache" / "xsalab" / "bundles"
 
@@ -71,16 +73,17 @@ def find_bundle(config: CoreConfig) -> tuple[Bundle, list[str]]:
     return chosen, [*(task.name for task in whole.tasks), *whole.faults]
 
 
-def open_model(folder: Path, out: Path, name: str = "core") -> tuple[GPT, Encoder, Path]:
-    """The model and tokenizer of a run, or of a nanochat checkpoint, and where its answers are kept.
+def open_model(folder: Path, out: Path, name: str = "core") -> tuple[GPT, Encoder, Path, str]:
+    """The model and tokenizer of a run, or of a nanochat checkpoint; where its answers are kept; its weights' digest.
 
     Of a checkpoint, a folder with model_<step>.pt, the last step: under ``out``/nanochat.
     """
     if any(folder.glob("model_*.pt")):
         model, tokenizer = read_checkpoint(folder)
-        return model, tokenizer, out / "nanochat" / f"{folder.resolve().name}-{latest_step(folder):06d}" / name
+        kept = out / "nanochat" / f"{folder.resolve().name}-{latest_step(folder):06d}" / name
+        return model, tokenizer, kept, model_digest(model)
     model, corpus, _ = load_run(folder)
-    return model, corpus.tokenizer, folder / name
+    return model, corpus.tokenizer, folder / name, RunFolder(folder).status["weights"]
 
 
 def ask_core(
@@ -99,7 +102,7 @@ def ask_core(
     answers to another bundle's tasks: they would become part of the figure.
     """
     bundle, names = find_bundle(config)
-    model, tokenizer, folder = open_model(run, out, name)
+    model, tokenizer, folder, weights = open_model(run, out, name)
     if strange := sorted(path.stem for path in folder.glob("*.parquet") if path.stem not in names):
         raise ValueError(
             f"{folder}: holds answers to {', '.join(strange[:4])}, which this bundle has not; "
@@ -114,11 +117,12 @@ def ask_core(
         progress(done, total, task)
 
     asked = core(
-        model, tokenizer, bundle, config, known=partial(known_answers, folder), progress=step,
+        model, tokenizer, bundle, config, known=partial(known_answers, folder, weights=weights), progress=step,
         left_out=left_out.__setitem__,
     )  # fmt: skip
     for found, key in asked:
-        write_answers(folder, found, key)
+        settings = {"max_per_task": config.max_per_task, "longest": config.longest}
+        write_answers(folder, found, key, weights=weights, settings=settings)
         answers[found.task] = found
     for task in bundle.tasks:
         faulty = [item for item in kept_items(task, config.max_per_task) if item.fault]

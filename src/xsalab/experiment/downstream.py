@@ -117,10 +117,12 @@ def downstream_tasks(experiment: Experiment, store: RunStore, unsafe_code: bool 
     found = []
     for cell in expand(experiment):
         run = store.run(cell)
-        if cell.arm == "twin" or run.state != "finished" or run.read("downstream").get("stamp") == stamp:
+        if cell.arm == "twin" or run.state != "finished":
             continue
-        threads = resolve(experiment, cell).train.threads
-        found.append(DownstreamTask(cell, run.path, downstream, threads, stamp, unsafe_code))
+        own = digest([stamp, run.status["weights"]])
+        if run.read("downstream").get("stamp") != own:
+            threads = resolve(experiment, cell).train.threads
+            found.append(DownstreamTask(cell, run.path, downstream, threads, own, unsafe_code))
     return found
 
 
@@ -129,6 +131,9 @@ def _stamps(downstream: Downstream) -> list[Any]:
     named = [_source(getattr(downstream, name), "bundle") for name in BUNDLES]
     roots = [Path(name) for name in (*named, _source(downstream.chatcore, "data"))]
     files = [file for root in roots for file in ([root] if root.is_file() else sorted(root.rglob("*")))]
+    if downstream.sft:
+        for source in (*downstream.sft.choice.sources, *downstream.sft.choice.validation):
+            files += [] if source.where.startswith("hub:") else [file.path for file in source.files()]
     return [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
 
 

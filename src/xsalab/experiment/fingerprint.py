@@ -16,6 +16,7 @@ from safetensors.torch import save as safetensors_bytes
 from ..config import digest, dump
 from ..data import Corpus
 from ..eval.validation import evaluation_documents
+from ..model import GPT
 from ..model.variant import VARIANTS
 from ..train import TrainConfig, TrainState
 from ..train.checkpoint import model_tensors
@@ -103,6 +104,11 @@ def conditions(config: RunConfig, state: TrainState, plugins: Sequence[tuple[str
 def _tensor_digest(tensor: torch.Tensor) -> str:
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(str(tuple(tensor.shape)).encode() + data.tobytes()).hexdigest()[:16]
+
+
+def model_digest(model: GPT) -> str:
+    """SHA-256 of all weights and of the variant that they are used with."""
+    return digest([hashlib.sha256(safetensors_bytes(dict(model.state_dict()))).hexdigest(), dump(model.choice)])
 
 
 def state_digest(state: TrainState) -> str:

@@ -15,6 +15,8 @@ import numpy as np
 from jaxtyping import Int64
 from tokenizers import Regex, pre_tokenizers
 
+from ...data.tokenizer import SPLIT
+
 BOS = "<|bos|>"
 
 
@@ -31,6 +33,7 @@ class NanochatTokenizer:
         if BOS not in specials:
             raise ValueError(f"no special token {BOS}")
         self.ranks, self.specials = dict(ranks), dict(specials)
+        self.splits_lines = pattern == SPLIT  # a line end before something visible always ends a token
         self._split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
         self._bytes = [b""] * len(ids)
         for token, number in ranks.items():
