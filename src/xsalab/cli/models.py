@@ -200,7 +200,7 @@ def _task_table(tasks: dict[str, dict[str, Any]]) -> None:
     """A benchmark's tasks: accuracy, what guessing gives, and what rules touched."""
     table = Table(box=None)
     for heading in ("task", "accuracy", "items", "chance", "baseline", "centred", ""):
-        table.add_column(heading)
+        table.add_column(heading, overflow="fold", no_wrap=heading == "task")
     for name, row in tasks.items():
         shares = (row["chance"], row["baseline"], row["centred"])
         counts = ", ".join(f"{count} {rule}" for rule, count in row["counts"].items())
@@ -283,12 +283,13 @@ def export(
     from ..experiment.store import RunFolder
     from ..interop.export import export as write_export
     from ..interop.export_tokenizer import nanochat_tokenizer
-    from ..interop.nanochat import read_checkpoint
+    from ..interop.nanochat import read_checkpoint, variant_note
 
     stored = RunFolder(folder).read("config")
     plugins = tuple(stored.get("plugins", {}).items())
     if not stored and any(folder.glob("model_*.pt")):
         model, given = read_checkpoint(folder)
+        note(variant_note(folder))
         tokenizer, card = nanochat_tokenizer(given), ""
     else:
         tell_plugins(folder, plugins)

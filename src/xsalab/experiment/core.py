@@ -29,6 +29,7 @@ class CoreResult:
     answers: dict[str, TaskAnswers]
     left_out: dict[str, str]
     tasks: int
+    max_per_task: int = 0
 
     @property
     def figure(self) -> float:
@@ -44,6 +45,8 @@ class CoreResult:
     def notes(self) -> list[str]:
         """What must be said beside the figure."""
         told = [f"{task}: not asked: {why}" for task, why in self.left_out.items()]
+        if self.max_per_task:
+            told.append(f"a sample: at most {self.max_per_task} items of each task")
         if len(self.answers) < self.tasks:
             told.append(f"the figure is over {len(self.answers)} of the bundle's {self.tasks} tasks: it is not CORE")
         return told
@@ -131,4 +134,4 @@ def ask_core(
             note(f"{task.name}: {len(faulty)} items cannot be read and are left out, the first is {first}")
     if not answers:
         raise ValueError("no task was asked: " + "; ".join(f"{task}: {why}" for task, why in left_out.items()))
-    return CoreResult(folder, answers, left_out, len(names))
+    return CoreResult(folder, answers, left_out, len(names), config.max_per_task)

@@ -269,7 +269,8 @@ def load_run(folder: Path) -> tuple[GPT, Corpus, RunConfig]:
         )
     weights = folder / "model.safetensors"
     if not weights.is_file():
-        raise ValueError(f"{folder}: not finished ({run.state}); its weights are written when it ends")
+        why = "it diverged and has no weights" if run.state == "diverged" else "its weights are written when it ends"
+        raise ValueError(f"{folder}: not finished ({run.state}); {why}")
     import_plugins(tuple(stored["plugins"].items()))
     config = build(RunConfig, stored["config"], str(folder / "config.json"))
     device = config.train.device if torch.cuda.is_available() else "cpu"
