@@ -98,8 +98,19 @@ def evaluate_bpb(model, batches, steps, token_bytes):
     return (y.unflatten(2, (v.shape[2], -1)) * v.unsqueeze(3)).sum(-1).abs().max().item()
 """,
     "nanochat/checkpoint_manager.py": """
+import json
+import os
+import torch
+def save_checkpoint(checkpoint_dir, step, model_data, optimizer_data, meta_data, rank=0):
+    os.makedirs(checkpoint_dir, exist_ok=True)
+    torch.save(model_data, os.path.join(checkpoint_dir, f"model_{step:06d}.pt"))
+    with open(os.path.join(checkpoint_dir, f"meta_{step:06d}.json"), "w", encoding="utf-8") as file:
+        json.dump(meta_data, file)
 def load_checkpoint(checkpoint_dir, step, device, load_optimizer=False, rank=0):
-    return {}, {}, {"step": step}
+    if not checkpoint_dir:
+        return {}, {}, {"step": step}
+    with open(os.path.join(checkpoint_dir, f"meta_{step:06d}.json"), encoding="utf-8") as file:
+        return {}, {}, json.load(file)
 """,
     "scripts/base_eval.py": """
 from nanochat.loss_eval import evaluate_bpb
@@ -108,17 +119,19 @@ def evaluate_core(model, tokenizer, device, max_per_task=-1):
 """,
     "scripts/base_train.py": """
 import argparse
+from dataclasses import asdict
 import torch
 import wandb
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.common import compute_init
-from nanochat.checkpoint_manager import load_checkpoint
+from nanochat.checkpoint_manager import save_checkpoint, load_checkpoint
 from nanochat.loss_eval import evaluate_bpb
 from scripts.base_eval import evaluate_core
 parser = argparse.ArgumentParser()
 parser.add_argument("--depth", type=int, default=3)
 parser.add_argument("--num-iterations", type=int, default=20)
 parser.add_argument("--resume-from-step", type=int, default=-1)
+parser.add_argument("--checkpoints", default="")
 args, _ = parser.parse_known_args()
 assert __name__ == "__main__"
 _, _, _, _, device = compute_init("cpu")
@@ -126,7 +139,7 @@ model = GPT(GPTConfig(n_layer=args.depth))
 model.init_weights()
 step = 0
 if args.resume_from_step != -1:
-    _, _, meta = load_checkpoint("", args.resume_from_step, device, load_optimizer=True)
+    _, _, meta = load_checkpoint(args.checkpoints, args.resume_from_step, device, load_optimizer=True)
     step = meta["step"]
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 data = torch.Generator().manual_seed(1)
@@ -139,6 +152,9 @@ while True:
         print("bpb", step, evaluate_bpb(model, [batch(40)], 1, None), flush=True)
     if last_step:
         evaluate_core(model, None, device)
+        if args.checkpoints:
+            meta = {"step": step, "model_config": asdict(model.config)}
+            save_checkpoint(args.checkpoints, step, model.state_dict(), None, meta, rank=0)
         break
     for words in (2, 40):  # micro-batches with very different losses
         x, y = batch(words)

@@ -137,6 +137,21 @@ def test_bad_conversations_are_counted_and_named(write: Any, make: Any) -> None:
     assert f"1 skipped, unknown role; the first: {path}: line 7: message 1 is from 'robot'" in lines
 
 
+def test_broken_lines_are_counted_and_named(write: Any, make: Any) -> None:
+    """A write that was cut off spoils its own line alone; a file of nothing else is refused."""
+    path = write(TALKS)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([*lines[:4], lines[4][:30], '{"messages": [', *lines[6:]]), encoding="utf-8")
+    data = make(path)
+    assert data.manifest["skipped"] == {"broken JSON": 2}
+    assert data.manifest["training"] + data.manifest["held_out"] == 38
+    (line,) = data.lines()[1:]
+    assert line.startswith(f"2 skipped, broken JSON; the first: {path}: line 5: ")
+    path.write_text("{\n[\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"a\.jsonl: no conversation .*: 0 of 2 .*: 2 × broken JSON, .*: line 1: "):
+        make(path)
+
+
 def test_longer_than_a_row(write: Any, make: Any, tokenizer: Tokenizer) -> None:
     """F076: cut at the end where some of the answer is left, skipped where none is, counted both times.
 

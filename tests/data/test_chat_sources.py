@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from xsalab.data.chat_sources import ChatSource, distinct_names, read_records
+from xsalab.data.chat_sources import BROKEN, ChatSource, distinct_names, read_records
 from xsalab.data.sources import SourceFile
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -69,14 +69,19 @@ def test_parquet_files_give_the_columns_that_count(tmp_path: Path) -> None:
         contents(path)
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+def test_a_broken_line_is_a_record_with_a_fault(tmp_path: Path) -> None:
+    """Those behind it are read; what is wrong with it is told."""
     path = tmp_path / "a.jsonl"
-    path.write_text(f'{json.dumps(TALK)}\n{{"messages": [\n', encoding="utf-8")
-    with pytest.raises(ValueError, match=r"a\.jsonl: line 2 is not JSON"):
-        contents(path)
-    path.write_bytes(b"[]\n\xff\n")
-    with pytest.raises(ValueError, match=r"a\.jsonl: line 2 is not UTF-8"):
-        contents(path)
+    lines = [b'{"messages": [', b"\xff", b"9" * 5000, b"[" * 200_000, b"[] []", json.dumps(TALK).encode()]
+    path.write_bytes(b"\n".join(lines))
+    *broken, last = read_records(SourceFile(path.name, path))
+    assert (last.content, last.fault, last.place) == (TALK, None, f"{path}: line 6")
+    faults = [record.fault for record in broken if record.fault is not None]
+    assert [fault.reason for fault in faults] == [BROKEN] * 5
+    assert [faults[number].detail for number in (0, 1, 4)] == [
+        "Expecting value (character 15 of the line)", "not UTF-8 (byte 0 of the line)",
+        "Extra data (character 4 of the line)",
+    ]  # fmt: skip
 
 
 def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from xsalab.experiment.answers import write_answers
 from xsalab.experiment.benchmarks import benchmarks
 from xsalab.experiment.design import Cell, Experiment, expand
 from xsalab.experiment.outcome import outcome
-from xsalab.experiment.store import RunStore
+from xsalab.experiment.store import RunFolder, RunStore
 
 TWO = HEAD + ARMS
 ONE_SEED = TWO.replace("seeds = [0, 1, 2, 3, 4, 5]", "seeds = [0]")
@@ -306,6 +306,31 @@ def test_partners_must_be_fine_tuned_alike(tmp_path: Path) -> None:
     for cell in expand(experiment):
         fake_tuned(store, cell, sft={"steps": 9} if cell.arm == "xsa" else None)
     with pytest.raises(ValueError, match=r"base\.standard\.s0 and base\.xsa\.s0 were not .* alike: sft\.steps: 5"):
+        benchmarks(experiment, store)
+
+
+@pytest.mark.parametrize("what", ["corpus", "evaluation", "steps"])
+@pytest.mark.parametrize("arms", [("standard", "xsa"), ("xsa",)])
+def test_seeds_must_be_fine_tuned_alike(tmp_path: Path, what: str, arms: tuple[str, ...]) -> None:
+    """Both arms of a seed on other conversations agree within the seed, and must not be pooled with the other seeds;
+    nor may one arm's, where the arms have no seed in common. Batches that differ by the seed are no fault."""
+    experiment, store = fake(tmp_path, TWO)
+    for cell in expand(experiment):
+        if len(arms) == 2 or (cell.arm == "xsa") == (cell.seed > 2):
+            fake_tuned(store, cell)
+            tuned = RunFolder(store.run(cell).path / "sft")
+            tuned.write("fingerprint", {**tuned.fingerprint(), "rows": f"of seed {cell.seed}"})
+    benchmarks(experiment, store)
+    for arm in arms:
+        tuned = RunFolder(store.run(Cell("base", arm, 3)).path / "sft")
+        content = tuned.fingerprint()
+        if what == "steps":
+            content["config"]["sft"]["steps"] = 9
+        tuned.write("fingerprint", content if what == "steps" else {**content, what: "other"})
+    message = (
+        rf"base\.standard\.s\d and base\.{arms[0]}\.s3 were not .* alike: (sft\.)?{what}: .* Delete RUN/sft of the"
+    )
+    with pytest.raises(ValueError, match=message):
         benchmarks(experiment, store)
 
 

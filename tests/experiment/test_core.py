@@ -168,4 +168,5 @@ def test_a_nanochat_checkpoint_is_asked_as_it_is(shared_data: Path, tmp_path: Pa
     folder = Path(json.loads(ran.out)["folder"])
     assert folder == tmp_path / "out" / "nanochat" / "nanochat_d4-000120" / "core"
     assert len(read_answers(folder)) == 3
+    assert "standard attention" in ran.err, "what it is taken as is said"
     assert sorted(path.name for path in checkpoint.iterdir()) == before

@@ -296,11 +296,48 @@ def test_a_base_run_that_was_trained_again_is_noticed(out: Path, config: SftConf
         fine_tune(run, config)
 
 
-def test_conversations_that_changed_do_not_go_on(out: Path, config: SftConfig, talks: Path, stop: Any) -> None:
-    run = run_of(out)
-    stop(run, config, 1)
-    talks.write_text(talks.read_text(encoding="utf-8").replace("yes", "nay"), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"sft: began under other conditions: corpus: "):
+@pytest.mark.parametrize("finished", [False, True])
+def test_conversations_that_changed_under_the_same_name_are_refused(
+    finished: bool, out: Path, config: SftConfig, talks: Path, stop: Any
+) -> None:
+    """The same command would give the old figures for new text. With the old text back it is the same run again."""
+    run, before = run_of(out), talks.read_text(encoding="utf-8")
+    if finished:
+        fine_tune(run, config)
+    else:
+        stop(run, config, 1)
+    talks.write_text(before.replace("yes", "nay"), encoding="utf-8")
+    message = (
+        rf"^{talks}: other contents \(SHA-256\) than {run}/sft .*; delete {run}/sft to fine-tune on the file as it is"
+    )
+    with pytest.raises(ValueError, match=message):
+        fine_tune(run, config)
+    talks.write_text(before, encoding="utf-8")
+    assert RunFolder(fine_tune(run, config)).state == "finished"
+
+
+def test_a_folder_of_conversations_that_changed_is_refused(out: Path, config: SftConfig, talks: Path) -> None:
+    """A file more or a file less is another text too; one of the held-out sources as well."""
+    one, two = talks.parent / "one", talks.parent / "two"
+    for folder in (one, two):
+        folder.mkdir()
+        shutil.copy(talks, folder / "a.jsonl")
+    lines = talks.read_text(encoding="utf-8").splitlines(keepends=True)
+    (two / "a.jsonl").write_text("".join(lines[:8]).replace("yes", "no"), encoding="utf-8")
+    shutil.copy(talks, one / "b.jsonl")
+    run, config = run_of(out), dataclasses.replace(config, sources=(str(one),), validation=(str(two),))
+    tuned = fine_tune(run, config)
+    assert fine_tune(run, config) == tuned
+    (one / "c.jsonl").write_text(lines[0], encoding="utf-8")
+    with pytest.raises(ValueError, match=r"one/c\.jsonl: other contents"):
+        fine_tune(run, config)
+    (one / "c.jsonl").unlink()
+    (one / "b.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"one, b\.jsonl: other contents"):
+        fine_tune(run, config)
+    shutil.copy(talks, one / "b.jsonl")
+    (two / "a.jsonl").write_text("".join(lines[:9]), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"two/a\.jsonl: other contents"):
         fine_tune(run, config)
 
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -600,6 +601,21 @@ def test_the_verb_reads_a_nanochat_checkpoint(xsalab: Any, nanochat_d4: Path, un
     settings = json.loads((tmp_path / "new" / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert settings["pad_token"] == settings["eos_token"] == "<|assistant_end|>"
     assert "chat_template" in settings
+    assert "standard attention, as no xsalab_variant.json lies beside it" in ran.err
+
+
+def test_the_verb_exports_the_strength_that_the_checkpoint_s_file_names(
+    xsalab: Any, nanochat_d4: Path, unproved: None, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(nanochat_d4, tmp_path / "run"))
+    (folder / "xsalab_variant.json").write_text('{"steps": {"120": [0, 1, 1, 0.5]}}', encoding="utf-8")
+    ran = xsalab("export", folder, tmp_path / "new")
+    assert ran.code == 0, ran.err
+    assert "XSA α = 0, 1, 1, 0.5 as xsalab_variant.json says" in ran.err
+    config = json.loads((tmp_path / "new" / "config.json").read_text(encoding="utf-8"))
+    assert config["attention"]["name"] == "xsa"
+    assert config["attention"]["options"]["alpha"] == [0, 1, 1, 0.5]
+    assert "xsa" in (tmp_path / "new" / "README.md").read_text(encoding="utf-8").split("---")[-1].replace("xsalab", "")
 
 
 # Another harness

@@ -92,6 +92,8 @@ def render_batch(batch: RecordBatch, tokenizer: Tokenizer, width: int) -> tuple[
     pieces: list[list[Piece]] = []
     for record in records:
         try:
+            if record.fault:
+                raise record.fault
             pieces.append(turns(messages_of(record.content)))
             outcomes.append(Outcome(record, text=_hash("\0".join(p.special or p.text for p in pieces[-1]).encode())))
         except BadConversation as fault:

@@ -3,8 +3,9 @@
 ``prepare_conversations`` reads, renders, splits and packs once into ``home/chat/<digest>`` and verifies what is there
 on every other use. The digest is over the files' contents, so a file that changed is prepared anew.
 
-A conversation that breaks a rule is skipped, and counted by the rule's words. One that is longer than a row
-(context + 1 tokens) is cut at its end where some of the assistant's text is left, else skipped; both are counted.
+A conversation that breaks a rule is skipped, and counted by the rule's words; so is a line that is no JSON. One that is
+longer than a row (context + 1 tokens) is cut at its end where some of the assistant's text is left, else skipped; both
+are counted.
 Held out are the conversations with the smallest hashes of their text, or all of a source of their own. What is held
 out is never trained on: neither a conversation of the same text, nor one that is the same once both are cut.
 """
@@ -12,7 +13,7 @@ out is never trained on: neither a conversation of the same text, nor one that i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,7 +118,7 @@ def prepare_conversations(
 ) -> ChatData:
     """The conversations of ``choice`` in rows of ``context`` + 1 tokens under ``home``; packed on first use.
 
-    Raises ValueError naming the file where one is missing or broken, where no conversation is left to train on or to
+    Raises ValueError naming the file where one is missing or damaged, where no conversation is left to train on or to
     hold out, and where the tokenizer lacks the special tokens; OSError where the disk is full or the hub away.
     """
     tell = progress or (lambda stage, share: None)
@@ -146,6 +147,24 @@ def contents_of(choice: ChatChoice) -> list[dict[str, Any]]:
         {"times": source.times, "files": {file.name: sha256(file.path) for file in group}}
         for source, group in zip(sources, _groups(choice), strict=True)
     ]
+
+
+def changed_file(began: Sequence[Mapping[str, Any]], choice: ChatChoice) -> Path | str:
+    """The first file of ``choice`` that is not what it was when ``contents_of`` gave ``began``; "" where there is none.
+
+    A file that a source did not have, or has lost, is one. A source that is gone from this machine altogether cannot be
+    compared and counts as unchanged, and so does one from the hub, which is not asked.
+    """
+    sources = (*choice.sources, *choice.validation)
+    for number, (source, before) in enumerate(zip(sources, began, strict=True)):
+        files, left = source.here(), dict(before["files"])
+        for file in files:
+            name = file.name if file.name in left else f"{number}/{file.name}"  # as distinct_names writes it
+            if left.pop(name, "") != sha256(file.path):
+                return file.path
+        if files and left:
+            return f"{source.where}, {next(iter(left))}"
+    return ""
 
 
 def _groups(choice: ChatChoice) -> list[list[SourceFile]]:

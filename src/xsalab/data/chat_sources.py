@@ -11,6 +11,7 @@ Paths are relative to the working directory, as ``data.source`` is. What a recor
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from .sources import SourceFile, brief, hub_file, json_records, parquet_file, walk
+from .chat import BadConversation
+from .sources import SourceFile, brief, hub_file, json_lines, parquet_file, walk
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 HUB: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -28,6 +30,7 @@ HUB: dict[str, tuple[str, tuple[str, ...]]] = {
     "gsm8k": ("openai/gsm8k", ("main/train-00000-of-00001.parquet",)),
 }
 COLUMNS = (("messages",), ("question", "choices", "answer"), ("question", "answer"))  # of Parquet files
+BROKEN = "broken JSON"  # why a line is skipped
 BATCH = 1024  # records of a Parquet file that are in memory as Python values
 
 
@@ -57,13 +60,7 @@ class ChatSource:
         if self.where.startswith("hub:"):
             repo, names = HUB[self.where.removeprefix("hub:")]
             return [SourceFile(f"{repo}/{name}", hub_file(repo, name)) for name in names]
-        path = Path(self.where)
-        if "*" in path.name and not path.exists():
-            found = [SourceFile(file.name, file) for file in sorted(path.parent.glob(path.name)) if file.is_file()]
-        elif path.is_dir():
-            found = walk(path, SUFFIXES, set())[0]
-        else:
-            found = [SourceFile(path.name, path)] if path.is_file() else []
+        path, found = Path(self.where), self.here()
         if not found:
             what = "no such file or folder" if not path.exists() else "holds no file"
             raise ValueError(f"{self.where}: {what} with conversations; suffixes that work: {', '.join(SUFFIXES)}")
@@ -71,23 +68,55 @@ class ChatSource:
             raise ValueError(f"{wrong[0]}: this kind of file is not read; suffixes that work: {', '.join(SUFFIXES)}")
         return found
 
+    def here(self) -> list[SourceFile]:
+        """The files that lie on this machine now, of whatever kind; [] where all are gone, and for the hub."""
+        path = Path(self.where)
+        if self.where.startswith("hub:"):
+            return []
+        if "*" in path.name and not path.exists():
+            return [SourceFile(file.name, file) for file in sorted(path.parent.glob(path.name)) if file.is_file()]
+        if path.is_dir():
+            return walk(path, SUFFIXES, set())[0]
+        return [SourceFile(path.name, path)] if path.is_file() else []
+
 
 class Record(NamedTuple):
-    """One record of a file: ``place`` for a message to the user, ``id`` for tables, and what was found there."""
+    """One record of a file: ``place`` for a message to the user, ``id`` for tables, and what was found there.
+
+    ``fault``: of a line that is no JSON, which has no content.
+    """
 
     id: str  # "name:number", the number as in place
     place: str  # "path: line 3" or "path: row 3"; lines and rows are counted from 1
     content: Any
+    fault: BadConversation | None = None
 
 
 def read_records(file: SourceFile) -> Iterator[Record]:
-    """The records of one file, in order. Raises ValueError naming the file, and the line where it is broken."""
+    """The records of one file, in order; a line that is no JSON is one with a fault.
+
+    Raises ValueError naming the file where it is damaged as a whole: a Parquet file, a compressed one.
+    """
     if file.path.name.endswith(".parquet"):
-        numbered, word = enumerate(_parquet_records(file.path), start=1), "row"
-    else:
-        numbered, word = json_records(file.path), "line"
-    for number, content in numbered:
-        yield Record(f"{file.name}:{number}", f"{file.path}: {word} {number}", content)
+        for number, content in enumerate(_parquet_records(file.path), start=1):
+            yield Record(f"{file.name}:{number}", f"{file.path}: row {number}", content)
+        return
+    for number, line in json_lines(file.path):
+        content, fault = _parsed(line)
+        yield Record(f"{file.name}:{number}", f"{file.path}: line {number}", content, fault)
+
+
+def _parsed(line: bytes) -> tuple[Any, BadConversation | None]:
+    """A line's value, or what is wrong with it."""
+    try:
+        return json.loads(line.rstrip().decode("utf-8")), None
+    except UnicodeDecodeError as error:
+        detail = f"not UTF-8 (byte {error.start} of the line)"
+    except json.JSONDecodeError as error:
+        detail = f"{error.msg} (character {error.colno} of the line)"
+    except (ValueError, RecursionError) as error:  # a number of too many digits, brackets nested too deep
+        detail = str(error)
+    return None, BadConversation(BROKEN, detail)
 
 
 def _parquet_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -306,16 +306,21 @@ def _whole_text(path: Path) -> str:
         raise ValueError(f"{path}: not UTF-8 at byte {error.start + mark} (line {line}); convert the file") from None
 
 
+def json_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of each line that is not blank, compressed or not; without a byte order mark."""
+    for number, line in enumerate(_lines(path), start=1):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if line.strip():
+            yield number, line
+
+
 def json_records(path: Path) -> Iterator[tuple[int, Any]]:
     """(line number, record) of each line of JSON that is not blank, compressed or not.
 
     Raises ValueError naming the file, and the line where that is no JSON.
     """
-    for number, line in enumerate(_lines(path), start=1):
-        if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
-        if not line.strip():
-            continue
+    for number, line in json_lines(path):
         try:
             yield number, json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:

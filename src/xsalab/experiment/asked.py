@@ -135,7 +135,7 @@ def check_tuned(experiment: Experiment, store: RunStore, cells: Sequence[Cell]) 
     shared = {
         cell: {
             "config": {"sft": of["config"]["sft"]}, "start": {}, "plugins": {},
-            **{name: of[name] for name in ("corpus", "evaluation")},
+            **{name: of[name] for name in ("corpus", "evaluation") if name in of},
         }
         for cell, of in found.items()
     }  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 from ..eval import TaskAnswers, centred_mean
 from ..eval.bundle import Bundle, open_bundle, read_bundle
 from ..eval.core import CoreConfig, Encoder, core, kept_items
-from ..interop.nanochat import latest_step, read_checkpoint
+from ..interop.nanochat import latest_step, read_checkpoint, variant_note
 from ..model import GPT
 from .answers import known_answers, write_answers
 from .fingerprint import model_digest
@@ -76,12 +76,17 @@ def find_bundle(config: CoreConfig) -> tuple[Bundle, list[str]]:
     return chosen, [*(task.name for task in whole.tasks), *whole.faults]
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether it holds a nanochat checkpoint and no run of ours."""
+    return any(folder.glob("model_*.pt"))
+
+
 def open_model(folder: Path, out: Path, name: str = "core") -> tuple[GPT, Encoder, Path, str]:
     """The model and tokenizer of a run, or of a nanochat checkpoint; where its answers are kept; its weights' digest.
 
     Of a checkpoint, a folder with model_<step>.pt, the last step: under ``out``/nanochat.
     """
-    if any(folder.glob("model_*.pt")):
+    if is_checkpoint(folder):
         model, tokenizer = read_checkpoint(folder)
         kept = out / "nanochat" / f"{folder.resolve().name}-{latest_step(folder):06d}" / name
         return model, tokenizer, kept, model_digest(model)
@@ -106,6 +111,8 @@ def ask_core(
     """
     bundle, names = find_bundle(config)
     model, tokenizer, folder, weights = open_model(run, out, name)
+    if is_checkpoint(run):
+        note(variant_note(run))
     if strange := sorted(path.stem for path in folder.glob("*.parquet") if path.stem not in names):
         raise ValueError(
             f"{folder}: holds answers to {', '.join(strange[:4])}, which this bundle has not; "

@@ -21,7 +21,7 @@ import torch
 from ..config import build, config, digest, dump, parse_value, set_dotted
 from ..data import Rows
 from ..data.chat import check_chat_tokens
-from ..data.chat_rows import ChatChoice, ChatData, contents_of, prepare_conversations
+from ..data.chat_rows import ChatChoice, ChatData, changed_file, contents_of, prepare_conversations
 from ..data.chat_sources import ChatSource
 from ..eval.bits_per_byte import answer_bits_per_byte
 from ..files import folder_lock, make_folder
@@ -118,7 +118,8 @@ def fine_tune(run: Path, config: SftConfig, *, event: Event = lambda content: No
     Whether it finished or diverged, the folder's status says. event: {"kind": "prepare", "stage", "share"},
     {"kind": "data", "lines", "steps"}, {"kind": "step", "step", "steps", "loss"}.
     Raises ValueError where the base run is not finished, its tokenizer lacks the special tokens, the conversations do
-    not suffice, or RUN/sft holds another configuration's run or other base weights', naming the difference.
+    not suffice, or RUN/sft, finished or not, holds a run of another configuration, of other base weights, or of files
+    with other contents (SHA-256), naming the difference. Files that are gone are not missed where the run is finished.
     """
     base, folder = RunFolder(run), RunFolder(run / FOLDER)
     stored = _finished(base)
@@ -132,6 +133,11 @@ def fine_tune(run: Path, config: SftConfig, *, event: Event = lambda content: No
             )
         if known and known["base"] != base.status["weights"]:
             raise ValueError(f"{folder.path}: began from other weights than {run} has now; delete that folder")
+        if known and (changed := changed_file(known["sources"], config.choice)):
+            raise ValueError(
+                f"{changed}: other contents (SHA-256) than {folder.path} was fine-tuned on; "
+                f"delete {folder.path} to fine-tune on the file as it is now"
+            )
         if tidy(folder) in ("finished", "diverged"):
             return folder.path
         begin = time.perf_counter()
@@ -158,7 +164,8 @@ def fine_tune(run: Path, config: SftConfig, *, event: Event = lambda content: No
             "config",
             {
                 "config": dump(own), "derived": derived(own), "plugins": stored["plugins"], "sft": asked,
-                "base": base.status["weights"], "sources": contents_of(config.choice), "conversations": data.lines(),
+                "base": base.status["weights"], "sources": data.manifest["key"]["sources"],
+                "conversations": data.lines(),
             },
         )  # fmt: skip
         folder.write("fingerprint", fingerprint)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from xsalab.interop.nanochat import insert_exclusion, read_checkpoint
+from xsalab.interop.nanochat import VARIANT_FILE, insert_exclusion, read_checkpoint, record_strengths
 from xsalab.model import VariantChoice
 
 Arrays = dict[str, np.ndarray]
@@ -104,6 +106,24 @@ def test_layers_are_those_of_our_own_model(real: Path, nanochat_d4: Path, expect
     with torch.no_grad():
         theirs, ours = load(nanochat_d4)(tokens), ours(tokens)
     torch.testing.assert_close(theirs, ours, atol=TOLERANCE, rtol=0)
+
+
+def test_its_own_checkpoint_is_read_as_the_model_that_saved_it(
+    real: Path, nanochat_d4: Path, expected: Arrays, tmp_path: Path
+) -> None:
+    """Saved by its own code and loaded by it again; our model takes the strength from the file beside it."""
+    insert_exclusion(1.0)
+    record_strengths(1.0, "all")
+    manager, model = importlib.import_module("nanochat.checkpoint_manager"), load(nanochat_d4)
+    meta = json.loads((nanochat_d4 / "meta_000120.json").read_text(encoding="utf-8"))
+    manager.save_checkpoint(str(tmp_path), 7, model.state_dict(), None, meta, rank=0)
+    assert json.loads((tmp_path / VARIANT_FILE).read_text(encoding="utf-8")) == {"steps": {"7": [1.0] * 4}}
+    manager.load_checkpoint(str(tmp_path), 7, torch.device("cpu"))
+    shutil.copy(nanochat_d4 / "tokenizer.pkl", tmp_path)
+    ours, _ = read_checkpoint(tmp_path)
+    with torch.no_grad():
+        logits = ours(torch.from_numpy(expected["tokens"]))[:, expected["positions"]]
+    np.testing.assert_allclose(logits, expected["logits_alpha_1"], atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.slow

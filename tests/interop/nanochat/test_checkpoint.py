@@ -15,11 +15,13 @@ from torch import nn
 
 from xsalab.eval.generate import generate
 from xsalab.interop.nanochat import (
+    VARIANT_FILE,
     NanochatTokenizer,
     latest_step,
     load_weights,
     read_checkpoint,
     read_encoding,
+    variant_note,
 )
 from xsalab.model import GPT, ModelConfig, VariantChoice
 from xsalab.optim import Hybrid, OptimConfig
@@ -45,6 +47,55 @@ def test_logits_and_losses_are_nanochats(nanochat_d4: Path, expected: Arrays, al
     # asked for: 2e-4; sums in another order were measured to move the logits by 3e-6
     torch.testing.assert_close(logits, torch.from_numpy(expected[f"logits_alpha_{alpha}"]), atol=2e-5, rtol=0)
     torch.testing.assert_close(losses, torch.from_numpy(expected[f"loss_alpha_{alpha}"]), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("content", "alpha", "note"),
+    [
+        ({"steps": {"120": [0.5, 0.5, 0.5, 0.5]}}, "0.5", "XSA α = 0.5 as "),
+        ({"alpha": 1, "steps": {"100": [0, 0, 0, 0]}}, "1", "XSA α = 1 as "),
+        ({"steps": {"120": [0, 0, 0, 0]}}, "0", "standard attention, XSA α = 0 as "),
+        ({"steps": {"100": [1, 1, 1, 1]}}, "0", f"standard attention, as {VARIANT_FILE} does not name step 120"),
+        (None, "0", f"standard attention, as no {VARIANT_FILE} lies beside it"),
+    ],
+    ids=["launcher", "by-hand", "zero", "another-step", "none"],
+)
+def test_the_file_beside_it_says_the_strength(
+    nanochat_d4: Path, expected: Arrays, tmp_path: Path, content: object, alpha: str, note: str
+) -> None:
+    """nanochat's own files do not: the same weights are another model with exclusion. A choice that is given wins."""
+    folder = Path(shutil.copytree(nanochat_d4, tmp_path / "run"))
+    if content is not None:
+        (folder / VARIANT_FILE).write_text(json.dumps(content), encoding="utf-8")
+    model, _ = read_checkpoint(folder)
+    chosen, _ = read_checkpoint(folder, choice=VariantChoice("xsa", options={"alpha": 0.5}))
+    tokens = torch.from_numpy(expected["tokens"])
+    for each, strength in ((model, alpha), (chosen, "0.5")):
+        with torch.no_grad():
+            logits = each(tokens)[:, expected["positions"]]
+        torch.testing.assert_close(logits, torch.from_numpy(expected[f"logits_alpha_{strength}"]), atol=2e-5, rtol=0)
+    assert variant_note(folder).startswith(note)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not a JSON file"),
+        ("[1]", "not understood"),
+        ('{"alphas": 1}', "not understood"),
+        ('{"alpha": true}', "alpha = True: must be a number in"),
+        ('{"alpha": [1, 2, 1, 1]}', "alpha = 2: must be a number in"),
+        ('{"alpha": {"from": 0, "to": 1}}', "must be a number in"),
+        ('{"alpha": []}', "must be a number in"),
+        ('{"alpha": NaN}', "alpha = nan: must be a number in"),
+        ('{"alpha": [1, 1, 1]}', "4"),
+    ],
+)
+def test_a_broken_file_of_strengths_is_named(nanochat_d4: Path, tmp_path: Path, text: str, message: str) -> None:
+    folder = Path(shutil.copytree(nanochat_d4, tmp_path / "run"))
+    (folder / VARIANT_FILE).write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=rf"xsalab_variant\.json: .*{message}"):
+        read_checkpoint(folder)
 
 
 @pytest.mark.parametrize("cache", [True, False], ids=["cache", "no-cache"])

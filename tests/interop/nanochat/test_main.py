@@ -71,6 +71,11 @@ def test_a_mistake_about_the_model_is_one_line(checkout: Path) -> None:
         (["--alpha", "x", "--", "scripts.base_train"], "argument --alpha: invalid"),
         (["--alpha", "1.5", "--", "scripts.base_train"], "alpha = 1.5: must be in [0, 1]"),
         (["--log", "x.jsonl", "--", "scripts.chat_sft"], "--log: only scripts.base_train is understood"),
+        (["--", "scripts.nope"], "scripts.nope: no such script in "),
+        (["--", "nope.base_train"], "nope.base_train: no such script in "),
+        (["--", "scripts/base_train.py"], "write it as scripts.base_train, without .py"),
+        (["--", ".base_train"], ".base_train: no such script in "),
+        (["--", "nanochat"], "nanochat: no such script in "),
         (["--nanochat", "nowhere", "--", "scripts.base_train"], "nowhere: no nanochat checkout"),
     ],
 )

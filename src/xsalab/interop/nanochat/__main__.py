@@ -4,8 +4,9 @@
     python -m xsalab.interop.nanochat --alpha 1 --layers all --log metrics.jsonl -- scripts.base_train --depth=4 …
     torchrun --nproc_per_node=8 -m xsalab.interop.nanochat --alpha 1 -- scripts.base_train --depth=12 …
 
-Nothing in the checkout is changed. nanochat's checkpoints do not say that a model has XSA: start what reads them
-(scripts.base_eval, scripts.chat_sft, scripts.chat_cli …) in the same way, with the same --alpha and --layers.
+Nothing in the checkout is changed. nanochat's checkpoints do not say that a model has XSA, so a file beside them does
+(record.py). Start what reads them (scripts.base_eval, scripts.chat_sft, scripts.chat_cli …) in the same way, with the
+same --alpha and --layers; others are refused.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from ...model import ModelConfig
 from ..strengths import strengths
 from .exclusion import NotThisModel, insert_exclusion
+from .record import record_strengths
 from .steps import watch_steps
 
 TRAINER = "scripts.base_train"
@@ -51,10 +53,13 @@ def main() -> None:
     os.chdir(checkout)
     sys.path[0] = str(checkout)
     sys.argv = script
+    if not _is_script(script[0]):
+        parser.error(f"{script[0]}: no such script in {checkout}; write it as {TRAINER}, without .py")
     try:
         strengths(args.alpha, "all", ModelConfig(depth=len(args.alpha) if isinstance(args.alpha, list) else 1))
         _without_wandb()
         insert_exclusion(args.alpha, args.layers)
+        record_strengths(args.alpha, args.layers)
         if args.seed is not None:
             seed_with(args.seed)
         if log:
@@ -65,6 +70,17 @@ def main() -> None:
         runpy.run_module(script[0], run_name="__main__", alter_sys=True)
     except NotThisModel as error:
         parser.error(str(error))
+
+
+def _is_script(name: str) -> bool:
+    """Whether ``python -m`` would find it."""
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError):  # no such package above it, or a name that is a path
+        return False
+    return spec is not None
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from ...model import GPT, ModelConfig, VariantChoice
+from ..strengths import strengths
 from .tokenizer import NanochatTokenizer
+
+VARIANT_FILE = "xsalab_variant.json"  # record.py says what is in it
 
 # our parameter name for nanochat's; {} is a layer
 NAMES = {
@@ -50,13 +53,15 @@ def read_checkpoint(
     """The model of ``model_<step>.pt`` and ``meta_<step>.json`` with the tokenizer beside them.
 
     ``step`` None takes the highest step that has both files. ``choice`` puts a variant of attention into the
-    model; parameters of its own keep their first values. Raises ValueError naming the file, and the tensor that
-    is missing, left over or of another shape.
+    model; parameters of its own keep their first values. None takes XSA with the strengths that xsalab_variant.json
+    names for this step, and standard attention where it names none, or 0 alone: ``variant_note`` says which. Raises
+    ValueError naming the file, and the tensor that is missing, left over or of another shape.
     """
     folder = Path(folder)
     step = latest_step(folder) if step is None else step
     weights_path, meta_path = folder / f"model_{step:06d}.pt", folder / f"meta_{step:06d}.json"
-    model = GPT(_read_config(meta_path), choice, dtype=dtype)
+    config = _read_config(meta_path)
+    model = GPT(config, _read_choice(folder, step, config) if choice is None else choice, dtype=dtype)
     load_weights(model, _read_tensors(weights_path), str(weights_path))
     tokenizer = NanochatTokenizer.read(folder / "tokenizer.pkl")
     if tokenizer.vocab_size != model.config.vocab_size:
@@ -76,6 +81,55 @@ def latest_step(folder: Path) -> int:
     if not steps:
         raise ValueError(f"{folder}: holds no nanochat checkpoint, model_<step>.pt with meta_<step>.json")
     return max(steps)
+
+
+def variant_note(folder: Path, step: int | None = None) -> str:
+    """A line for the user: which attention ``read_checkpoint`` without a choice gives this model, and why."""
+    step = latest_step(folder) if step is None else step
+    alpha = read_strength(folder, step)
+    if alpha is not None:
+        each = alpha if isinstance(alpha, list) else [alpha]
+        shown = [f"{strength:g}" for strength in (each if len(set(each)) > 1 else each[:1])]
+        attention = "XSA" if any(each) else "standard attention, XSA"
+        return f"{attention} α = {', '.join(shown)} as {VARIANT_FILE} says"
+    there = (folder / VARIANT_FILE).is_file()
+    why = f"{VARIANT_FILE} does not name step {step}" if there else f"no {VARIANT_FILE} lies beside it"
+    return f"standard attention, as {why}: a model trained with XSA by other means needs it"
+
+
+def read_strength(folder: Path, step: int) -> float | list[float] | None:
+    """α that the folder's xsalab_variant.json names for a step: a number, or one a layer; None where it names none.
+
+    Raises ValueError naming the file where it is another file.
+    """
+    path = folder / VARIANT_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ValueError(f"{path}: not a JSON file: {error}") from None
+    steps = content.get("steps", {}) if isinstance(content, dict) else None
+    if not isinstance(content, dict) or not isinstance(steps, dict) or not content.keys() <= {"steps", "alpha"}:
+        raise ValueError(f'{path}: not understood; write {{"alpha": 1}}, or [1, 1, 0.5, …], one a layer')
+    alpha = steps.get(str(step), content.get("alpha"))
+    each = alpha if isinstance(alpha, list) else [] if alpha is None else [alpha]
+    if wrong := [value for value in each if type(value) not in (int, float) or not 0 <= value <= 1]:
+        raise ValueError(f"{path}: alpha = {wrong[0]!r}: must be a number in [0, 1], or a list with one a layer")
+    if alpha == []:
+        raise ValueError(f"{path}: alpha = []: must be a number in [0, 1], or a list with one a layer")
+    return alpha
+
+
+def _read_choice(folder: Path, step: int, config: ModelConfig) -> VariantChoice:
+    alpha = read_strength(folder, step)
+    if alpha is None:
+        return VariantChoice()
+    try:
+        every = strengths(alpha, "all", config)
+    except ValueError as error:
+        raise ValueError(f"{folder / VARIANT_FILE}: {error}") from None
+    return VariantChoice("xsa", "all", {"alpha": alpha}) if any(every) else VariantChoice()
 
 
 def _read_config(path: Path) -> ModelConfig:

@@ -44,19 +44,20 @@ def insert_exclusion(alpha: float | Sequence[float] = 1.0, layers: str = "all") 
     """
     gpt, attention = (importlib.import_module(f"nanochat.{name}") for name in ("gpt", "flash_attention"))
     turn = _Turn()
-    _wrap_attention(_part(attention, "flash_attn"), turn)
-    _wrap_layers(_part(gpt, "CausalSelfAttention"), turn)
-    _wrap_models(_part(gpt, "GPT"), alpha, layers)
+    _wrap_attention(part_of(attention, "flash_attn"), turn)
+    _wrap_layers(part_of(gpt, "CausalSelfAttention"), turn)
+    _wrap_models(part_of(gpt, "GPT"), alpha, layers)
 
 
-def _part(owner: Any, name: str) -> Any:
+def part_of(owner: Any, name: str) -> Any:
+    """What a module or class of nanochat has by this name. ValueError where it has none."""
     if not hasattr(owner, name):
         raise ValueError(f"this nanochat is not understood: {getattr(owner, '__name__', owner)} has no {name}")
     return getattr(owner, name)
 
 
 def _wrap_attention(attention: Any, turn: _Turn) -> None:
-    train, infer = _part(attention, "flash_attn_func"), _part(attention, "flash_attn_with_kvcache")
+    train, infer = part_of(attention, "flash_attn_func"), part_of(attention, "flash_attn_with_kvcache")
 
     @wraps(train)
     def flash_attn_func(q: Any, k: Any, v: Any, *rest: Any, **settings: Any) -> Any:
@@ -70,7 +71,7 @@ def _wrap_attention(attention: Any, turn: _Turn) -> None:
 
 
 def _wrap_layers(layer: Any, turn: _Turn) -> None:
-    forward = _part(layer, "forward")
+    forward = part_of(layer, "forward")
 
     @wraps(forward)
     def forward_in_turn(self: Any, *inputs: Any, **settings: Any) -> Any:
@@ -81,7 +82,7 @@ def _wrap_layers(layer: Any, turn: _Turn) -> None:
 
 
 def _wrap_models(model: Any, alpha: float | Sequence[float], layers: str) -> None:
-    init_weights = _part(model, "init_weights")
+    init_weights = part_of(model, "init_weights")
 
     @wraps(init_weights)
     def init_weights_and_strengths(self: Any) -> None:
