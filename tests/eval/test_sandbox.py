@@ -379,9 +379,9 @@ RISE = """
 import ctypes, os
 libc = ctypes.CDLL(None)
 assert libc.unshare(0x10000000) != 0, "a new user namespace, where it would be root"
-assert libc.mount(b"none", b"/tmp", b"tmpfs", ctypes.c_ulong(0), None) != 0
-assert libc.umount2(b"/tmp", 2) != 0
-assert libc.chroot(b"/tmp") != 0 and libc.setuid(0) != 0 and libc.sethostname(b"x", 1) != 0
+assert libc.mount(b"none", b"/sandbox", b"tmpfs", ctypes.c_ulong(0), None) != 0
+assert libc.umount2(b"/sandbox", 2) != 0
+assert libc.chroot(b"/sandbox") != 0 and libc.setuid(0) != 0 and libc.sethostname(b"x", 1) != 0
 assert os.getuid() != 0 and os.getpid() < 9
 import resource
 for kind in (resource.RLIMIT_AS, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE):
@@ -627,7 +627,7 @@ def test_bubblewrap_is_asked_for_all_that_is_promised(bwrap: Callable[[bool], Pa
     assert str(own) in bound
     assert not [path for path in bound if path != str(own) and own.is_relative_to(path)]
     assert not [path for path in bound if Path.home().is_relative_to(path) or Path("/etc/passwd").is_relative_to(path)]
-    assert options[options.index("--tmpfs") + 1] == "/tmp"
+    assert options[options.index("--tmpfs") + 1] == "/sandbox"
     assert options[options.index("--tmpfs") - 2 :][:2] == ["--size", str(sandbox_run.FOLDER_SIZE)]
 
 

@@ -145,7 +145,7 @@ def enter_namespaces(config: dict[str, Any]) -> None:
     unshare_as_user()
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
-    for folder in ("/tmp/old", "/tmp/new", "/tmp/new/dev", "/tmp/new/tmp"):
+    for folder in ("/tmp/old", "/tmp/new", "/tmp/new/dev", "/tmp/new/sandbox"):
         os.mkdir(folder)
     call("pivot_root", b"/tmp", b"/tmp/old")
     os.chdir("/")
@@ -160,10 +160,10 @@ def enter_namespaces(config: dict[str, Any]) -> None:
     read_only = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID)
     call("syscall", ctypes.c_long(SYS_MOUNT_SETATTR), AT_FDCWD, b"/", AT_RECURSIVE, read_only, ctypes.c_size_t(32))
     options = f"size={config['folder_size']},nr_inodes=1024,mode=700,uid={INSIDE},gid={INSIDE}"
-    mount("tmpfs", "/new/tmp", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+    mount("tmpfs", "/new/sandbox", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
     # The old root is gone already. A process in a chroot may make no user namespace: no way back to capabilities.
     os.chroot("/new")
-    os.chdir("/tmp")
+    os.chdir("/sandbox")
     first = os.fork()
     if first:
         die_with_parent()

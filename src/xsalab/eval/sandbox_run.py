@@ -48,7 +48,9 @@ def run_once(method: str, program: str, check: str, seconds: float) -> tuple[Exe
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds = {seconds}: the time limit of a program is a positive number")
     with (
-        TemporaryDirectory(prefix="xsalab-", ignore_cleanup_errors=True) if method == "none" else nullcontext("/tmp")
+        TemporaryDirectory(prefix="xsalab-", ignore_cleanup_errors=True)
+        if method == "none"
+        else nullcontext("/sandbox")
     ) as folder:
         process = subprocess.Popen(
             _command(method, seconds), cwd=folder if method == "none" else "/", env=_environment(folder),
@@ -167,8 +169,8 @@ def _command(method: str, seconds: float) -> list[str]:
     return [
         shutil.which("bwrap") or "bwrap", "--unshare-user", "--unshare-all", "--die-with-parent", "--cap-drop", "ALL",
         "--uid", user, "--gid", user, *binds, "--ro-bind", script, "/runner.py",
-        "--dev-bind", "/dev/null", "/dev/null", "--size", str(FOLDER_SIZE), "--tmpfs", "/tmp",
-        "--remount-ro", "/", "--chdir", "/tmp", "--", *bare, "/runner.py", json.dumps(config),
+        "--dev-bind", "/dev/null", "/dev/null", "--size", str(FOLDER_SIZE), "--tmpfs", "/sandbox",
+        "--remount-ro", "/", "--chdir", "/sandbox", "--", *bare, "/runner.py", json.dumps(config),
     ]  # fmt: skip
 
 
