@@ -65,7 +65,7 @@ def test_answers_are_kept_beside_the_base_run_and_not_asked_again(
     assert "--run-code" in content["left_out"]["HumanEval"]
     assert any("not fine-tuned" in text for text in content["notes"])
     assert any("not given without HumanEval" in text for text in content["notes"])
-    stored = read_answers(base / "chatcore")
+    stored = {name: found.answers for name, found in read_answers(base / "chatcore").items()}
     assert {name: found.accuracy for name, found in stored.items()} == {
         name: row["accuracy"] for name, row in content["tasks"].items()
     }
@@ -106,7 +106,7 @@ def test_an_interrupted_call_goes_on_where_it_stopped(
 
     with pytest.raises(KeyboardInterrupt):
         ask_chat_core(base, small(data), progress=interrupt)
-    kept = read_answers(base / "chatcore")
+    kept = {name: found.answers for name, found in read_answers(base / "chatcore").items()}
     assert set(kept) == {"ARC-Easy", "ARC-Challenge"}
     asked: list[int] = []
     plain = chat_core_module.letter_likelihoods

@@ -44,7 +44,7 @@ def test_answers_are_kept_and_asked_again_only_where_the_question_changed(
     assert set(read_answers(run / "core")) == {"choose", "which"}
     result = ask_core(run, config)
     assert asked == ["choose", "which", "killed", "next"]
-    assert read_answers(run / "core") == result.answers
+    assert {name: stored.answers for name, stored in read_answers(run / "core").items()} == result.answers
     write_bundle(bundle, {**TASKS, "choose": {**TASKS["choose"], "items": MC[:5]}})
     again = ask_core(run, config)
     assert asked[4:] == ["choose"]
@@ -99,7 +99,7 @@ def test_a_figure_is_asked_in_one_way(lab: Callable[..., Any], tmp_path: Path) -
 def test_a_row_holds_what_the_answer_followed_from(run: Path, tmp_path: Path) -> None:
     """Options' log-likelihoods and lengths give the choice, and with gold the value, for every item."""
     ask_core(run, CoreConfig(bundle=str(write_bundle(tmp_path / "b"))))
-    for score in read_answers(run / "core")["choose"].scores:
+    for score in read_answers(run / "core")["choose"].answers.scores:
         means = [total / length for total, length in zip(score.options, score.lengths, strict=True)]
         assert len(means) == 3
         assert all(total < 0 for total in score.options)

@@ -87,7 +87,7 @@ def test_a_run_is_asked_all_of_it_once(lab: Callable[..., Any], tables: dict[str
     events: list[dict[str, Any]] = []
     assert carry_out(task, lambda cell, content: events.append(content)) == "asked"
     assert set(read_answers(run.path / "core")) == {"choose", "which", "next"}
-    assert len(read_answers(run.path / "tasks")["mine"].scores) == 2
+    assert len(read_answers(run.path / "tasks")["mine"].answers.scores) == 2
     assert RunFolder(run.path / "sft").state == "finished"
     assert len(read_answers(run.path / "sft" / "chatcore")) == 4  # code is not run unless asked for
     done = {event["part"]: event["done"] / event["total"] for event in events if event["kind"] == "part"}

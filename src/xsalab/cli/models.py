@@ -279,6 +279,7 @@ def export(
     Example: xsalab export out/experiments/quick/runs/base.xsa.s0 my-model
     """
     from ..experiment.card import experiment_card
+    from ..experiment.core import is_checkpoint
     from ..experiment.run import load_run
     from ..experiment.store import RunFolder
     from ..interop.export import export as write_export
@@ -287,7 +288,7 @@ def export(
 
     stored = RunFolder(folder).read("config")
     plugins = tuple(stored.get("plugins", {}).items())
-    if not stored and any(folder.glob("model_*.pt")):
+    if not stored and is_checkpoint(folder):
         model, given = read_checkpoint(folder)
         note(variant_note(folder))
         tokenizer, card = nanochat_tokenizer(given), ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,13 @@ class TaskAnswers:
     def centred(self) -> float:
         """(accuracy − baseline) / (1 − baseline): 0 for guessing by the benchmark's convention, 1 for all right."""
         return (self.accuracy - self.baseline) / (1 - self.baseline)
+
+    def summary(self) -> dict[str, Any]:
+        """The task in plain values, without its items."""
+        return {
+            "accuracy": self.accuracy, "items": len(self.scores), "chance": self.chance,
+            "baseline": self.baseline, "centred": self.centred, "counts": dict(self.counts),
+        }  # fmt: skip
 
 
 def centred_mean(answers: Sequence[TaskAnswers]) -> float:

@@ -23,6 +23,7 @@ from typing import Any
 
 import yaml
 
+from ..data.storage import sha256 as sha256_of
 from ..files import make_folder
 
 KINDS = ("multiple_choice", "schema", "language_modeling")
@@ -77,7 +78,7 @@ def open_bundle(source: str, sha256: str, cache: Path) -> Folder:
     if path.is_dir():
         root: Folder = path
     elif path.is_file():
-        if sha256 and (found := _sha256(path)) != sha256.lower():
+        if sha256 and (found := sha256_of(path)) != sha256.lower():
             raise ValueError(f"{path}: its SHA-256 is {found}, not {sha256} as stated (sha256)")
         try:
             root = zipfile.Path(path)
@@ -103,7 +104,7 @@ def _download(address: str, sha256: str, cache: Path) -> Path:
         try:
             with urllib.request.urlopen(address, timeout=60) as response, part.open("wb") as file:
                 shutil.copyfileobj(response, file)
-            found = _sha256(part)
+            found = sha256_of(part)
             if sha256.lower() != found:
                 wanted = (
                     f"not {sha256} as stated"
@@ -115,11 +116,6 @@ def _download(address: str, sha256: str, cache: Path) -> Path:
         finally:
             part.unlink(missing_ok=True)
     return target
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_bundle(folder: Folder, tasks: tuple[str, ...] = ()) -> Bundle:

@@ -14,7 +14,7 @@ of one figure were asked in one way.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -90,11 +90,9 @@ def read_task(path: Path) -> Stored:
         raise ValueError(f"{path}: not the answers to a task ({error}); delete it to have it asked again") from None
 
 
-def read_answers(folder: Path, tasks: Iterable[str] | None = None) -> dict[str, TaskAnswers]:
-    """Task -> answers, of a benchmark's folder; {} where it is not there. ``tasks`` None: all, by name."""
-    names = sorted(path.stem for path in folder.glob("*.parquet")) if tasks is None else tasks
-    paths = {name: folder / f"{name}.parquet" for name in names}
-    return {name: read_task(path).answers for name, path in paths.items() if path.is_file()}
+def read_answers(folder: Path) -> dict[str, Stored]:
+    """Task -> what its file holds, of a benchmark's folder; {} where it is not there."""
+    return {path.stem: read_task(path) for path in sorted(folder.glob("*.parquet"))}
 
 
 def known_answers(folder: Path, task: str, key: str, *, weights: str = "") -> TaskAnswers | None:

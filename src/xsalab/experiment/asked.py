@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..stats.items import centred_values
-from .answers import one_way, read_task
+from .answers import one_way, read_answers
 from .design import Cell, Experiment, Metric, declared_factors
 from .pairing import Scores, describe, first_other, mismatch
 from .store import RunFolder, RunStore
@@ -80,7 +80,7 @@ def read_tasks(folder: Path, weights: str) -> dict[str, Task]:
 
     Raises ValueError where answers are of other weights, or its tasks were asked with other settings.
     """
-    stored = {path.stem: read_task(path) for path in sorted(folder.glob("*.parquet"))}
+    stored = read_answers(folder)
     if old := [task for task, found in stored.items() if found.weights not in ("", weights)]:
         raise ValueError(
             f"{folder}: the answers to {old[0]} are of other weights than the run has now; ask it again, or delete them"

@@ -44,10 +44,7 @@ class ChatCoreResult:
         """Plain values; pass@k of generated tasks as {k: share or null}."""
         tasks = {}
         for name, found in self.answers.items():
-            tasks[name] = {
-                "accuracy": found.accuracy, "items": len(found.scores), "chance": found.chance,
-                "baseline": found.baseline, "centred": found.centred, "counts": dict(found.counts),
-            }  # fmt: skip
+            tasks[name] = found.summary()
             if name in GENERATED:
                 tasks[name]["pass_at"] = {str(k): value for k, value in pass_at(found, ks).items()}
         return {

@@ -53,13 +53,7 @@ class CoreResult:
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        tasks = {
-            name: {
-                "accuracy": found.accuracy, "items": len(found.scores), "chance": found.chance,
-                "baseline": found.baseline, "centred": found.centred, "counts": dict(found.counts),
-            }
-            for name, found in self.answers.items()
-        }  # fmt: skip
+        tasks = {name: found.summary() for name, found in self.answers.items()}
         return {
             "folder": str(self.folder), "CORE": self.figure, "guessing": self.guessing, "tasks": tasks,
             "left_out": self.left_out, "notes": self.notes(),
