@@ -28,6 +28,9 @@ class Attend(Protocol):
         """q (b, t, h, d), k and v (b, t, g, d) of the tokens given now -> (b, t, h, d)."""
         ...
 
+    # An ``Attend`` may also have ``exclusive(q, k, v, alpha) -> Tensor | None``: exclude_self of its output against v
+    # in the same kernel, or None where it has no such kernel.
+
 
 class Places(NamedTuple):
     """Positions of the queries (b, t) and keys (b, s) where the rows of a batch stand at different ones.
@@ -159,6 +162,10 @@ class LayerAttend:
         if score_mod is not None or sink is not None:
             return explicit(q, k, v, self.window, self.places, score_mod=score_mod, sink=sink)
         return KERNELS[self.kernel](q, k, v, self.window, self.places)
+
+    def exclusive(self, q: Tensor, k: Tensor, v: Tensor, alpha: float | Tensor) -> Tensor | None:
+        """``exclude_self`` of attention's output against v, in one kernel; None where no kernel does both."""
+        return None
 
 
 def positions(q: Tensor, k: Tensor, places: Places | None = None) -> tuple[Tensor, Tensor]:

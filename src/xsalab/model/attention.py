@@ -41,4 +41,4 @@ class Attention(nn.Module):
         if config.qk_norm:
             qk = rms_norm(qk, config.norm_eps, config.qk_scale)
         q, k = qk.split((heads, groups), dim=2)
-        return self.w_o(self.variant(QKV(q, k, v, v_projected, x), attend).flatten(2))
+        return self.variant.project(QKV(q, k, v, v_projected, x), attend, self.w_o)

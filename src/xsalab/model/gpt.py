@@ -15,6 +15,7 @@ from .attention import Attention
 from .config import ModelConfig
 from .head import capped_logits, token_nats
 from .layers import MLP, Embedding, Linear, rms_norm, rotary_tables
+from .native import load as load_native
 from .variant import VariantChoice, build_variant
 
 
@@ -54,6 +55,8 @@ class GPT(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.choice, self.dtype, self.kernel = config, choice or VariantChoice(), dtype, kernel
+        if dtype == torch.bfloat16:
+            load_native()
         rows, kv_width = config.vocab_rows, config.groups * config.head_size
         self.embedding = Embedding(rows, config.width, dtype=dtype)
         self.blocks = nn.ModuleList(Block(config, layer, self.choice) for layer in range(config.depth))

@@ -23,6 +23,7 @@ from .gpt import GPT
 from .head import capped_logits
 from .init import init_weights
 from .layers import rotary_tables
+from .native import takes as takes
 from .variant import VariantChoice
 from .xsa import Exclusive as Exclusive
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .attend import Attend
 from .config import ModelConfig
+from .layers import Linear
 
 
 class QKV(NamedTuple):
@@ -58,6 +59,10 @@ class Variant(nn.Module, ABC):
     @abstractmethod
     def forward(self, t: QKV, attend: Attend) -> Tensor:
         """The heads' outputs (b, t, h, d), before the output projection."""
+
+    def project(self, t: QKV, attend: Attend, w_o: Linear) -> Tensor:
+        """W_o of ``forward``, (b, t, c). A variant overrides it where knowing both saves memory, never to say more."""
+        return w_o(self(t, attend).flatten(2))
 
     def set_progress(self, fraction: float) -> None:
         """Called before each step with step / steps. A schedule writes a buffer here, never a Python number."""

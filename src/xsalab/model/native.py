@@ -1,0 +1,158 @@
+"""The C++ kernels of csrc/: built on first use, proven in a process of their own, kept; or why PyTorch does the work.
+
+    python -m xsalab.model.native        builds them now and says what is used
+
+A fast path asks ``takes(tensors)`` and else goes the plain way, which stays the oracle. ``load`` is called where a
+model in bfloat16 is made; ``takes`` itself never builds, so that a compiled graph sees a constant.
+``XSALAB_PLAIN=1`` in the environment, or ``with plain():``, switches all of them off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCES = Path(__file__).parent.parent / "csrc"
+LIBRARY = "xsalab_native.so"
+FLAGS = ("-O3", "-std=c++20", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma")
+FLAGS += ("-fno-math-errno", "-fopenmp", "-Wno-psabi")
+ALLOWED_ERROR = 1e-6  # of the product, relative to the sum of its terms' sizes: float32 sums of 96 exact products
+
+_loaded: bool = False
+_reason: str | None = None  # None: not tried yet
+_switched_on: bool = True
+
+
+def takes(*tensors: Tensor) -> bool:
+    """Whether the kernels are there, switched on, and these are bfloat16 tensors of the CPU."""
+    return _loaded and _switched_on and all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in tensors)
+
+
+def reason() -> str:
+    """Empty where the kernels are used; else in one line why they are not. Builds them where that was not tried yet."""
+    load()
+    return _reason or ""
+
+
+def instructions() -> str:
+    """ "AMX" or "AVX512-BF16" where the kernels are used, else "plain"."""
+    return torch.ops.xsalab.instructions() if _loaded and _switched_on else "plain"
+
+
+@contextmanager
+def plain() -> Iterator[None]:
+    """Everything within goes through PyTorch: the oracle's way."""
+    global _switched_on
+    before, _switched_on = _switched_on, False
+    try:
+        yield
+    finally:
+        _switched_on = before
+
+
+def load() -> bool:
+    """Builds the kernels where they are not built yet, and loads them; asked once a process."""
+    global _loaded, _reason
+    if _reason is None:
+        _reason = _cannot() or _build_and_load()
+        _loaded = not _reason
+    return _loaded
+
+
+def _cannot() -> str:
+    if os.environ.get("XSALAB_PLAIN", "") not in ("", "0"):
+        return "XSALAB_PLAIN is set: everything runs through PyTorch"
+    if not SOURCES.is_dir():
+        return "the kernels' sources are not part of this copy"
+    if not sys.platform.startswith("linux"):
+        return f"the C++ kernels are for Linux, this is {sys.platform}"
+    if not torch.cpu.get_capabilities().get("avx512_bf16"):
+        return "the processor has no AVX512-BF16: PyTorch's own kernels are used"
+    return ""
+
+
+def cache_folder() -> Path:
+    """Where builds are kept: a folder for each state of sources, flags, torch and instruction set."""
+    content = hashlib.sha256(repr((torch.__version__, FLAGS, torch.cpu.get_capabilities())).encode())
+    for path in sorted(SOURCES.iterdir()):
+        content.update(path.name.encode() + path.read_bytes())
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return home / "xsalab" / "native" / content.hexdigest()[:16]
+
+
+def _build_and_load() -> str:
+    folder = cache_folder()
+    failure = folder.with_suffix(".failed")
+    if failure.is_file():
+        return f"{failure.read_text(encoding='utf-8')} (remove {failure} to try again)"
+    try:
+        if not (folder / LIBRARY).is_file():
+            found = _build(folder)
+            if found:
+                failure.write_text(found, encoding="utf-8")
+                return found
+        torch.ops.load_library(folder / LIBRARY)
+    except OSError as error:
+        return f"the C++ kernels cannot be kept or loaded ({error}): PyTorch's own are used"
+    return ""
+
+
+def _build(folder: Path) -> str:
+    """Builds beside ``folder`` and moves the result there in one step: two that build at once do not disturb each
+    other. A child does it, so that a wrong instruction ends the child alone. Returns why it failed, or nothing.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="build-") as work:
+        path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+        child = subprocess.run(
+            [sys.executable, "-m", __name__ if __name__ != "__main__" else "xsalab.model.native", work],
+            capture_output=True, text=True, env={**os.environ, "PATH": path}, check=False,
+        )  # fmt: skip
+        if child.returncode:
+            told = [line for line in child.stderr.splitlines() if "error" in line.lower()] or child.stderr.splitlines()
+            last = told[-1].strip() if told else f"exit status {child.returncode}"
+            return f"the C++ kernels could not be built ({last}): PyTorch's own are used"
+        try:
+            os.replace(Path(work) / "done", folder)
+        except OSError:
+            if not (folder / LIBRARY).is_file():  # else another process was first
+                raise
+    return ""
+
+
+def _build_here(work: Path) -> None:
+    """The child's part: compiles, loads and checks the product."""
+    from torch.utils import cpp_extension
+
+    (work / "objects").mkdir()
+    cpp_extension.load(
+        name=LIBRARY.removesuffix(".so"),
+        sources=[str(path) for path in sorted(SOURCES.glob("*.cpp"))],
+        extra_cflags=list(FLAGS),
+        build_directory=str(work / "objects"),
+        is_python_module=False,
+    )
+    # OpenMP is compiled in but not linked: its calls go to the runtime that torch has loaded, whose threads they share.
+    error = torch.ops.xsalab.product_error()
+    if not error <= ALLOWED_ERROR:
+        raise SystemExit(f"error: the product of {torch.ops.xsalab.instructions()} is wrong by {error:.1e}")
+    (work / "done").mkdir()
+    shutil.move(work / "objects" / LIBRARY, work / "done" / LIBRARY)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        _build_here(Path(sys.argv[1]))
+    else:
+        why = reason()
+        print(why or f"C++ kernels: {instructions()}, {cache_folder() / LIBRARY}")
