@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,6 +27,9 @@ LIBRARY = "xsalab_native.so"
 FLAGS = ("-O3", "-std=c++20", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma")
 FLAGS += ("-fno-math-errno", "-fopenmp", "-Wno-psabi")
 ALLOWED_ERROR = 1e-6  # of the product, relative to the sum of its terms' sizes: float32 sums of 96 exact products
+
+# What model files have to say about their operations once these are there: shapes, for torch.compile.
+AFTER_LOADING: list[Callable[[], None]] = []
 
 _loaded: bool = False
 _reason: str | None = None  # None: not tried yet
@@ -66,6 +69,8 @@ def load() -> bool:
     if _reason is None:
         _reason = _cannot() or _build_and_load()
         _loaded = not _reason
+        for register in AFTER_LOADING if _loaded else ():
+            register()
     return _loaded
 
 
