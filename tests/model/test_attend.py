@@ -119,7 +119,7 @@ def test_full_has_one_spelling(window: int) -> None:
 
 
 def test_an_unknown_kernel_is_named() -> None:
-    with pytest.raises(ValueError, match="'flash' is not known; known: sdpa, blocked, explicit"):
+    with pytest.raises(ValueError, match="'flash' is not known; known: auto, sdpa, blocked, explicit"):
         LayerAttend(4, "flash")
 
 

@@ -17,6 +17,7 @@ from ..config import digest, dump
 from ..data import Corpus
 from ..eval.validation import evaluation_documents
 from ..model import GPT
+from ..model.native import instructions
 from ..model.variant import VARIANTS
 from ..train import TrainConfig, TrainState
 from ..train.checkpoint import model_tensors
@@ -24,7 +25,7 @@ from .building import batches, compute_dtype
 from .design import RunConfig
 from .plugins import PLUGIN
 
-CODE = ("model", "data", "optim", "train", "eval")  # the folders whose code shapes a run's numbers
+CODE = ("model", "csrc", "data", "optim", "train", "eval")  # the folders whose code shapes a run's numbers
 
 
 @lru_cache(maxsize=1)
@@ -32,7 +33,7 @@ def code_digest() -> str:
     """SHA-256 over the source text that shapes a run."""
     root, found = Path(__file__).parent.parent, hashlib.sha256()
     for folder in CODE:
-        for path in sorted((root / folder).glob("*.py")):
+        for path in sorted(path for path in (root / folder).iterdir() if path.suffix in (".py", ".cpp", ".h")):
             found.update(f"{folder}/{path.name}\n".encode() + path.read_bytes())
     return found.hexdigest()[:16]
 
@@ -64,7 +65,7 @@ def environment(train: TrainConfig, dtype: str, compiled: bool) -> dict[str, Any
         "device": device,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": train.threads,
-        "kernel": f"{train.attention}, {'compiled' if compiled else 'eager'}, {dtype}",
+        "kernel": f"{train.attention}, {'compiled' if compiled else 'eager'}, {dtype}, {instructions()}",
     }
 
 

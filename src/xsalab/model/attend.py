@@ -1,8 +1,8 @@
 """The attention kernels behind one signature, and the key/value cache.
 
 A variant is handed an ``Attend`` and never chooses a kernel, a mask or a cache itself. ``explicit`` is the
-oracle: the T × T softmax written out. ``sdpa`` is torch's fused kernel. Score hooks and sinks take the
-explicit path, which trains on every device.
+oracle: the T × T softmax written out. ``sdpa`` is torch's fused kernel. ``auto`` takes the fastest there is. Score
+hooks and sinks take the explicit path, which trains on every device.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .fused import attention, serves
 
 # (scores (b, h, t, s) in float32, query positions (t, 1), key positions (1, s)) -> scores
 ScoreMod = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -143,7 +145,7 @@ class LayerAttend:
     def __init__(
         self,
         window: int,
-        kernel: str = "sdpa",
+        kernel: str = "auto",
         cache: KVCache | None = None,
         layer: int = 0,
         places: Places | None = None,
@@ -165,7 +167,13 @@ class LayerAttend:
 
     def exclusive(self, q: Tensor, k: Tensor, v: Tensor, alpha: float | Tensor) -> Tensor | None:
         """``exclude_self`` of attention's output against v, in one kernel; None where no kernel does both."""
-        return None
+        few = (
+            self.cache is not None and self.cache.length > 0 and q.shape[1] < 16
+        )  # as in serves()
+        if self.kernel != "auto" or self.places is not None or few:
+            return None
+        keys, values = (k, v) if self.cache is None else self.cache.extend(self.layer, k, v)
+        return attention(q, keys, values, self.window, alpha) if serves(q, keys, values) else None
 
 
 def positions(q: Tensor, k: Tensor, places: Places | None = None) -> tuple[Tensor, Tensor]:
@@ -262,6 +270,13 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, window: int, places: Places | None 
     return torch.cat((first, y.transpose(1, 2).reshape(b, n * w, h, d)), dim=1)
 
 
+def auto(q: Tensor, k: Tensor, v: Tensor, window: int, places: Places | None = None) -> Tensor:
+    """The C++ kernel where it serves, else ``blocked``, which is ``sdpa`` where windows are not short."""
+    if places is None and serves(q, k, v):
+        return attention(q, k, v, window)
+    return blocked(q, k, v, window, places)
+
+
 class Kernel(Protocol):
     """Causal attention within a window: q (b, t, h, d), k and v (b, s, g, d) -> (b, t, h, d)."""
 
@@ -269,6 +284,7 @@ class Kernel(Protocol):
 
 
 KERNELS: dict[str, Kernel] = {
+    "auto": auto,
     "sdpa": sdpa,
     "blocked": blocked,
     "explicit": explicit,

@@ -19,6 +19,7 @@ from .attend import KVCache
 from .attention import Attention as Attention
 from .config import ModelConfig
 from .controls import HeadGate as HeadGate
+from .fused import serves as serves
 from .gpt import GPT
 from .head import capped_logits
 from .init import init_weights

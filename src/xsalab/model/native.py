@@ -1,7 +1,5 @@
 """The C++ kernels of csrc/: built on first use, proven in a process of their own, kept; or why PyTorch does the work.
 
-    python -m xsalab.model.native        builds them now and says what is used
-
 A fast path asks ``takes(tensors)`` and else goes the plain way, which stays the oracle. ``load`` is called where a
 model in bfloat16 is made; ``takes`` itself never builds, so that a compiled graph sees a constant.
 ``XSALAB_PLAIN=1`` in the environment, or ``with plain():``, switches all of them off.
@@ -25,7 +23,7 @@ from torch import Tensor
 SOURCES = Path(__file__).parent.parent / "csrc"
 LIBRARY = "xsalab_native.so"
 FLAGS = ("-O3", "-std=c++20", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma")
-FLAGS += ("-fno-math-errno", "-fopenmp", "-Wno-psabi")
+FLAGS += ("-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-Wno-psabi")  # a sum is fused where it says so
 ALLOWED_ERROR = 1e-6  # of the product, relative to the sum of its terms' sizes: float32 sums of 96 exact products
 
 # What model files have to say about their operations once these are there: shapes, for torch.compile.
@@ -50,6 +48,11 @@ def reason() -> str:
 def instructions() -> str:
     """ "AMX" or "AVX512-BF16" where the kernels are used, else "plain"."""
     return torch.ops.xsalab.instructions() if _loaded and _switched_on else "plain"
+
+
+def describe() -> str:
+    """One line for a person: which kernels are used, built now where need be, or why none."""
+    return reason() or f"C++ kernels: {instructions()}, {cache_folder() / LIBRARY}"
 
 
 @contextmanager
@@ -120,7 +123,7 @@ def _build(folder: Path) -> str:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix="build-") as work:
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
         child = subprocess.run(
-            [sys.executable, "-m", __name__ if __name__ != "__main__" else "xsalab.model.native", work],
+            [sys.executable, "-c", f"from {__name__} import build_here; build_here({work!r})"],
             capture_output=True, text=True, env={**os.environ, "PATH": path}, check=False,
         )  # fmt: skip
         if child.returncode:
@@ -135,10 +138,11 @@ def _build(folder: Path) -> str:
     return ""
 
 
-def _build_here(work: Path) -> None:
+def build_here(folder: str) -> None:
     """The child's part: compiles, loads and checks the product."""
     from torch.utils import cpp_extension
 
+    work = Path(folder)
     (work / "objects").mkdir()
     cpp_extension.load(
         name=LIBRARY.removesuffix(".so"),
@@ -153,11 +157,3 @@ def _build_here(work: Path) -> None:
         raise SystemExit(f"error: the product of {torch.ops.xsalab.instructions()} is wrong by {error:.1e}")
     (work / "done").mkdir()
     shutil.move(work / "objects" / LIBRARY, work / "done" / LIBRARY)
-
-
-if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        _build_here(Path(sys.argv[1]))
-    else:
-        why = reason()
-        print(why or f"C++ kernels: {instructions()}, {cache_folder() / LIBRARY}")

@@ -32,7 +32,7 @@ class TrainConfig:
     device: str = "cpu"  # "cpu" or "cuda"
     threads: int = 1  # a run; runs are carried out side by side
     compile: bool = False  # torch.compile; in small runs on CPUs it costs more than it saves
-    attention: str = "sdpa"  # kernel: "sdpa", "blocked" (short windows in long contexts), "explicit"
+    attention: str = "auto"  # kernel: "auto", "sdpa", "blocked" (short windows in long contexts), "explicit"
     permute_rows: bool = False  # another order of the rows inside every batch: the null control
     checkpoint_steps: int = 50
 
@@ -40,7 +40,11 @@ class TrainConfig:
         for name in ("tokens", "batch_tokens", "threads", "checkpoint_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
-        legal = {"dtype": ("auto", *DTYPES), "device": ("cpu", "cuda"), "attention": ("sdpa", "blocked", "explicit")}
+        legal = {
+            "dtype": ("auto", *DTYPES),
+            "device": ("cpu", "cuda"),
+            "attention": ("auto", "sdpa", "blocked", "explicit"),
+        }
         for name, values in legal.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} = {getattr(self, name)!r}: use one of {', '.join(values)}")
