@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .data import Batch
-from .model import GPT, KVCache, LayerAttend, ModelConfig, VariantChoice, exclude_self, init_weights, layers
+from .model import GPT, KVCache, LayerAttend, ModelConfig, VariantChoice, exclude_self, init_weights, layers, native
 from .model import attend as kernels
 from .model import head as head_module
 from .model.causality import check_causality
@@ -29,6 +29,14 @@ from .train import TrainState, train_step
 SMALL = ModelConfig(
     depth=3, width=48, heads=6, kv_heads=2, context=48, vocab_size=200, window="SL", window_share=4, window_block=8
 )
+SERVED = dataclasses.replace(SMALL, width=192)  # heads of 32, which the C++ kernels take
+
+
+def model_size(dtype: torch.dtype) -> ModelConfig:
+    """The smallest that takes all paths: in bfloat16 the C++ kernels', where they are there."""
+    return SERVED if dtype == torch.bfloat16 else SMALL
+
+
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -67,9 +75,9 @@ def all_checks(compiled: bool = False, extra: tuple[tuple[ModelConfig, VariantCh
         yield from compiled_paths()
 
 
-def _model(choice: VariantChoice, dtype: torch.dtype, kernel: str = "sdpa", disturb: bool = True) -> GPT:
+def _model(choice: VariantChoice, dtype: torch.dtype, kernel: str = "auto", disturb: bool = True) -> GPT:
     """A small model; ``disturb`` moves every shared weight off its start, where W_o is zero and hides attention."""
-    model = GPT(SMALL, choice, dtype=dtype, kernel=kernel)
+    model = GPT(model_size(dtype), choice, dtype=dtype, kernel=kernel)
     init_weights(model, 0)
     if disturb:
         with torch.no_grad():
@@ -155,7 +163,7 @@ def orthogonal_at_one(dtype: torch.dtype) -> Iterator[Check]:
 
 
 def _qkv(dtype: torch.dtype, length: int = 33) -> tuple[Tensor, Tensor, Tensor]:
-    shapes = ((2, length, 6, 16), (2, length, 2, 16), (2, length, 2, 16))
+    shapes = ((2, length, 6, 32), (2, length, 2, 32), (2, length, 2, 32))
     q, k, v = (torch.randn(s, generator=stream(5, str(i)), dtype=torch.float64) for i, s in enumerate(shapes))
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
@@ -214,13 +222,28 @@ def fast_paths(dtype: torch.dtype) -> Iterator[Check]:
     """6. Each fast path against the plain one, outputs and gradients."""
     # Relative to the largest entry; bfloat16 kernels round inside, the plain one at the end.
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
-    for name, window, length in (("sdpa", 64, 33), ("sdpa", 8, 33), ("blocked", 8, 48)):
+    kernels_used = native.instructions() if native.takes(torch.empty(0, dtype=dtype)) else "as PyTorch has it"
+    for name, window, length in (
+        ("sdpa", 64, 33),
+        ("sdpa", 8, 33),
+        ("blocked", 8, 48),
+        ("auto", 64, 33),
+        ("auto", 8, 48),
+    ):
         q, k, v = _qkv(dtype, length)
         gap = _compare(
             lambda q, k, v, name=name, window=window: kernels.KERNELS[name](q, k, v, window),
             lambda q, k, v, window=window: kernels.explicit(q, k, v, window), (q, k, v),
         )  # fmt: skip
-        yield Check(f"attention kernel {name}, window {window}, {_name(dtype)}", gap, tolerance, "against T × T")
+        told = f"against T × T; {kernels_used}" if name == "auto" else "against T × T"
+        yield Check(f"attention kernel {name}, window {window}, {_name(dtype)}", gap, tolerance, told)
+    q, k, v = _qkv(dtype)
+    attend = LayerAttend(64)
+    gap = _compare(
+        lambda q, k, v: _exclusive(attend, q, k, v, 0.7),
+        lambda q, k, v: _plain_exclusion(kernels.explicit(q, k, v, 64), v, 0.7), (q, k, v),
+    )  # fmt: skip
+    yield Check(f"attention and exclusion together, {_name(dtype)}", gap, tolerance, kernels_used)
     q, _, v = _qkv(dtype)
     gap = _compare(lambda y, v: exclude_self(y, v, 0.7), lambda y, v: _plain_exclusion(y, v, 0.7), (q, v))
     yield Check(f"exclude_self, {_name(dtype)}", gap, tolerance, "against the formula under autograd")
@@ -247,6 +270,11 @@ def fast_paths(dtype: torch.dtype) -> Iterator[Check]:
         (x, weight),
     )
     yield Check(f"head and loss in blocks, {_name(dtype)}", gap, tolerance, "against cross_entropy")
+
+
+def _exclusive(attend: LayerAttend, q: Tensor, k: Tensor, v: Tensor, alpha: float) -> Tensor:
+    z = attend.exclusive(q, k, v, alpha)
+    return exclude_self(attend(q, k, v), v, alpha) if z is None else z
 
 
 def _plain_exclusion(y: Tensor, v: Tensor, alpha: float) -> Tensor:

@@ -209,6 +209,7 @@ def _train_missing(
     from ..experiment.building import cannot_compile
     from ..experiment.fleet import default_jobs, run_tasks, tasks
     from ..experiment.run import run_cell
+    from ..model.native import reason as no_kernels
 
     every = tasks(experiment, out, trackers)
     ended = [task for task in every if store.run(task.cell).state in ("finished", "diverged")]
@@ -219,6 +220,8 @@ def _train_missing(
         jobs = jobs or 1  # what a command needs of the machine is not known
     jobs = jobs or default_jobs(max(task.threads for task in every), len(pending))
     if any(task.compiled for task in pending) and (reason := cannot_compile()):
+        note(f"note: {reason}")
+    if any(task.kernels for task in pending) and (reason := no_kernels()):
         note(f"note: {reason}")
     if pending:
         note(f"{len(pending)} of {len(every)} runs to do, {jobs} at a time")

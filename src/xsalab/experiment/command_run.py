@@ -64,6 +64,7 @@ class CommandTask:
     threads: int = 1
     steps: int = 1  # of the progress bar: how many steps a command takes is not known
     compiled: bool = False
+    kernels: bool = False
 
 
 def run_command(task: CommandTask, event: Event = lambda cell, content: None) -> str:

@@ -56,6 +56,7 @@ def machine() -> str:
 
 def environment(train: TrainConfig, dtype: str, compiled: bool) -> dict[str, Any]:
     """The record that partners compare, by name."""
+    kernels = instructions() if dtype == "bfloat16" and train.device == "cpu" else "plain"
     device = torch.cuda.get_device_name() if train.device == "cuda" else processor()
     return {
         "python": platform.python_version(),
@@ -65,7 +66,7 @@ def environment(train: TrainConfig, dtype: str, compiled: bool) -> dict[str, Any
         "device": device,
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": train.threads,
-        "kernel": f"{train.attention}, {'compiled' if compiled else 'eager'}, {dtype}, {instructions()}",
+        "kernel": f"{train.attention}, {'compiled' if compiled else 'eager'}, {dtype}, {kernels}",
     }
 
 

@@ -29,7 +29,7 @@ from ..model.causality import check_causality
 from ..model.variant import VARIANTS
 from ..train import Diverged, Hook, TrainState, train
 from ..train.checkpoint import load_checkpoint, load_model, model_tensors, save_checkpoint, save_tensors
-from .building import batches, build_state, derived, open_corpus
+from .building import batches, build_state, compute_dtype, derived, open_corpus
 from .command_run import CommandTask, run_command
 from .design import Cell, RunConfig, config_differences
 from .fingerprint import fingerprint, state_digest
@@ -69,6 +69,11 @@ class RunTask:
     def compiled(self) -> bool:
         """Whether its model is to be compiled."""
         return self.config.train.compile
+
+    @property
+    def kernels(self) -> bool:
+        """Whether it computes with the C++ kernels where they can be had."""
+        return self.config.train.device == "cpu" and compute_dtype(self.config) == "bfloat16"
 
 
 def run_cell(task: RunTask | CommandTask, event: Event = lambda cell, content: None) -> str:

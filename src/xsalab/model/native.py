@@ -116,44 +116,48 @@ def _build_and_load() -> str:
 
 
 def _build(folder: Path) -> str:
-    """Builds beside ``folder`` and moves the result there in one step: two that build at once do not disturb each
-    other. A child does it, so that a wrong instruction ends the child alone. Returns why it failed, or nothing.
+    """Builds and moves the result to ``folder`` in one step; one process builds at a time, the others wait and find it.
+    A child does it, so that a wrong instruction ends the child alone. Returns why it failed, or nothing.
     """
+    import fcntl  # there on Linux alone, as these kernels are
+
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix="build-") as work:
+    with (folder.parent / "lock").open("w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # gone with the process that holds it
+        if (folder / LIBRARY).is_file():
+            return ""
         path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
         child = subprocess.run(
-            [sys.executable, "-c", f"from {__name__} import build_here; build_here({work!r})"],
+            [sys.executable, "-c", f"from {__name__} import build_here; build_here({str(folder)!r})"],
             capture_output=True, text=True, env={**os.environ, "PATH": path}, check=False,
         )  # fmt: skip
-        if child.returncode:
-            told = [line for line in child.stderr.splitlines() if "error" in line.lower()] or child.stderr.splitlines()
-            last = told[-1].strip() if told else f"exit status {child.returncode}"
-            return f"the C++ kernels could not be built ({last}): PyTorch's own are used"
-        try:
-            os.replace(Path(work) / "done", folder)
-        except OSError:
-            if not (folder / LIBRARY).is_file():  # else another process was first
-                raise
+    if child.returncode:
+        told = [line for line in child.stderr.splitlines() if "error" in line.lower()] or child.stderr.splitlines()
+        last = told[-1].strip() if told else f"exit status {child.returncode}"
+        return f"the C++ kernels could not be built ({last}): PyTorch's own are used"
     return ""
 
 
 def build_here(folder: str) -> None:
-    """The child's part: compiles, loads and checks the product."""
+    """The child's part: compiles what changed, loads it, checks the product, and puts it into ``folder``."""
     from torch.utils import cpp_extension
 
-    work = Path(folder)
-    (work / "objects").mkdir()
+    done = Path(folder)
+    objects = done.parent / f"objects-{hashlib.sha256(repr((torch.__version__, FLAGS)).encode()).hexdigest()[:8]}"
+    objects.mkdir(exist_ok=True)
+    (objects / "lock").unlink(missing_ok=True)  # torch waits for ever for the lock of a build that was killed
     cpp_extension.load(
         name=LIBRARY.removesuffix(".so"),
         sources=[str(path) for path in sorted(SOURCES.glob("*.cpp"))],
         extra_cflags=list(FLAGS),
-        build_directory=str(work / "objects"),
+        build_directory=str(objects),
         is_python_module=False,
     )
     # OpenMP is compiled in but not linked: its calls go to the runtime that torch has loaded, whose threads they share.
     error = torch.ops.xsalab.product_error()
     if not error <= ALLOWED_ERROR:
         raise SystemExit(f"error: the product of {torch.ops.xsalab.instructions()} is wrong by {error:.1e}")
-    (work / "done").mkdir()
-    shutil.move(work / "objects" / LIBRARY, work / "done" / LIBRARY)
+    with tempfile.TemporaryDirectory(dir=done.parent, prefix="new-") as work:
+        (Path(work) / "done").mkdir()
+        shutil.copy(objects / LIBRARY, Path(work) / "done" / LIBRARY)
+        os.replace(Path(work) / "done", done)
