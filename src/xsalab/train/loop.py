@@ -126,11 +126,13 @@ class Hook:
         """Training has ended, well or not."""
 
 
-def micro_batches(batch: Batch, rows: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def micro_batches(
+    inputs: torch.Tensor, targets: torch.Tensor, rows: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """(inputs, targets) in pieces of ``rows`` rows; 0: all at once."""
-    rows = rows or len(batch.inputs)
-    for start in range(0, len(batch.inputs), rows):
-        yield batch.inputs[start : start + rows], batch.targets[start : start + rows]
+    rows = rows or len(inputs)
+    for start in range(0, len(inputs), rows):
+        yield inputs[start : start + rows], targets[start : start + rows]
 
 
 def train_step(
@@ -149,19 +151,18 @@ def train_step(
     optimizer.zero_grad(set_to_none=True)
     counted = int((batch.targets >= 0).sum())
     token_nats = state.token_nats or model.token_nats
-    total = torch.zeros((), dtype=torch.float64)
-    for inputs, targets in micro_batches(batch, micro_rows):
-        nats = token_nats(inputs.to(device), targets.to(device)).sum()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    inputs, targets = (_sent(tokens, device) for tokens in (batch.inputs, batch.targets))
+    for some_inputs, some_targets in micro_batches(inputs, targets, micro_rows):
+        nats = token_nats(some_inputs, some_targets).sum()
         (nats / counted).backward()
-        total += nats.detach().double().cpu()
-    norm = gradient_norm(model)
+        total += nats.detach()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    # one wait for the device, not two
+    loss, norm = torch.stack((total / counted, global_norm(gradients).double())).tolist()
     if clip and norm > clip and math.isfinite(norm):
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(clip / norm)
-    metrics = StepMetrics(
-        state.step, float(total) / counted, norm, schedule.lr(state.step), batch.inputs.numel(), 0.0, 0.0
-    )
+        torch._foreach_mul_(gradients, clip / norm)
+    metrics = StepMetrics(state.step, loss, norm, schedule.lr(state.step), batch.inputs.numel(), 0.0, 0.0)
     if metrics.finite:
         optimizer.step()
         state.step += 1
@@ -169,10 +170,16 @@ def train_step(
     return replace(metrics, seconds=seconds)
 
 
-def gradient_norm(model: GPT) -> float:
-    """Global 2-norm of the gradient in float32."""
-    norms = [parameter.grad.norm(dtype=torch.float32) for parameter in model.parameters() if parameter.grad is not None]
-    return float(torch.stack(norms).norm()) if norms else 0.0
+def _sent(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A batch on the device; to a GPU without waiting for the copy."""
+    return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens.to(device)
+
+
+def global_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm over all of them, () in float32; 0 where there are none."""
+    if not gradients:
+        return torch.zeros(())
+    return torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).norm()
 
 
 class Diverged(ArithmeticError):
