@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from xsalab.model import GPT, ModelConfig, VariantChoice
+from xsalab.model import GPT, ModelConfig, VariantChoice, native
 from xsalab.model.variant import VARIANTS
 
 pytestmark = pytest.mark.slow
@@ -41,12 +42,12 @@ def tokens() -> Tensor:
     return torch.randint(0, 50, (2, 17), generator=torch.Generator().manual_seed(0))
 
 
-def build(choice: VariantChoice, depth: int = 4) -> GPT:
-    config = ModelConfig(
-        depth=depth, width=32, heads=4, kv_heads=2, context=16, vocab_size=50, window_block=4,
-        value_gate_channels=4, smear_channels=8,
-    )  # fmt: skip
-    model = GPT(config, choice, kernel="blocked")
+def build(choice: VariantChoice, depth: int = 4, dtype: torch.dtype = torch.float32, **changes: Any) -> GPT:
+    small: dict[str, Any] = {
+        "depth": depth, "width": 32, "heads": 4, "kv_heads": 2, "context": 16, "vocab_size": 50, "window_block": 4,
+        "value_gate_channels": 4, "smear_channels": 8,
+    }  # fmt: skip
+    model = GPT(ModelConfig(**small | changes), choice, kernel="blocked", dtype=dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".strength." not in name:
@@ -71,6 +72,17 @@ def test_a_model_is_one_graph(tokens: Tensor, name: str) -> None:
     hidden = torch.compile(model.hidden, fullgraph=True, backend="aot_eager", dynamic=False)
     want, got = step(model, model.hidden, tokens), step(model, hidden, tokens)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(bool(native.reason()), reason=native.reason() or "-")
+@pytest.mark.parametrize("name", ["standard", "xsa-projected"])
+def test_a_model_with_kernels_is_one_graph(name: str) -> None:
+    """F025: the C++ kernels tell their shapes; the traced graph calls the same ones and gives the same bits."""
+    model = build(CHOICES[name], depth=2, dtype=torch.bfloat16, width=64, head_dim=32)
+    tokens = torch.randint(0, 50, (20, 17), generator=torch.Generator().manual_seed(0))
+    hidden = torch.compile(model.hidden, fullgraph=True, backend="aot_eager", dynamic=False)
+    want, got = step(model, model.hidden, tokens), step(model, hidden, tokens)
+    torch.testing.assert_close(got, want, atol=0, rtol=0)
 
 
 def test_a_schedule_recompiles_nothing(tokens: Tensor) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..data import Batch, Corpus, DataConfig, Rows, batch_at, prepare
-from ..model import GPT, ModelConfig, count_parameters, init_weights
+from ..model import GPT, ModelConfig, count_parameters, cuda, init_weights
 from ..model.variant import check_choice
 from ..optim import Hybrid, effective_rates
 from ..optim.hybrid import Rates
@@ -61,8 +61,13 @@ def build_state(config: RunConfig) -> TrainState:
     model = GPT(config.model, config.variant, dtype=dtype, kernel=config.train.attention)
     init_weights(model, config.seed)
     model.to(config.train.device)
+    if config.train.device == "cuda":
+        cuda.activate_fa3()  # where it cannot be, torch's own flash attention serves; the fingerprint tells which
     state = TrainState(model, Hybrid(model, config.optim, rates_of(config), dtype))
     if config.train.compile and not cannot_compile():
+        windows = {config.model.window_of(layer) for layer in range(config.model.depth)}
+        if config.train.device == "cuda":
+            cuda.prepare(windows, config.model.context, config.train.device)
         state.token_nats = compiled_nats(model)
     return state
 

@@ -16,7 +16,7 @@ from safetensors.torch import save as safetensors_bytes
 from ..config import digest, dump
 from ..data import Corpus
 from ..eval.validation import evaluation_documents
-from ..model import GPT
+from ..model import GPT, cuda
 from ..model.native import instructions
 from ..model.variant import VARIANTS
 from ..train import TrainConfig, TrainState
@@ -56,7 +56,10 @@ def machine() -> str:
 
 def environment(train: TrainConfig, dtype: str, compiled: bool) -> dict[str, Any]:
     """The record that partners compare, by name."""
-    kernels = instructions() if dtype == "bfloat16" and train.device == "cpu" else "plain"
+    if train.device == "cuda":
+        kernels = "FlashAttention-3" if cuda.fa3_active() else "torch's flash attention"
+    else:
+        kernels = instructions() if dtype == "bfloat16" else "plain"
     device = torch.cuda.get_device_name() if train.device == "cuda" else processor()
     return {
         "python": platform.python_version(),

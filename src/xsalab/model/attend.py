@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .cuda import attention as cuda_attention
 from .fused import attention, serves
 
 # (scores (b, h, t, s) in float32, query positions (t, 1), key positions (1, s)) -> scores
@@ -271,7 +272,9 @@ def blocked(q: Tensor, k: Tensor, v: Tensor, window: int, places: Places | None 
 
 
 def auto(q: Tensor, k: Tensor, v: Tensor, window: int, places: Places | None = None) -> Tensor:
-    """The C++ kernel where it serves, else ``blocked``, which is ``sdpa`` where windows are not short."""
+    """The C++ kernel or CUDA's where they serve, else ``blocked``, which is ``sdpa`` where windows are not short."""
+    if q.is_cuda and (y := cuda_attention(q, k, v, window, places)) is not None:
+        return y
     if places is None and serves(q, k, v):
         return attention(q, k, v, window)
     return blocked(q, k, v, window, places)

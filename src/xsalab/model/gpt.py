@@ -14,13 +14,13 @@ from .attend import KVCache, LayerAttend
 from .attention import Attention
 from .config import ModelConfig
 from .head import capped_logits, token_nats
-from .layers import MLP, Embedding, Linear, rms_norm, rotary_tables
+from .layers import MLP, Embedding, Linear, add_norm, rms_norm, rotary_tables, smear, smear_from
 from .native import load as load_native
 from .variant import VariantChoice, build_variant
 
 
 class Block(nn.Module):
-    """x ← r x + b x⁰;  x ← x + Attn(norm x);  x ← x + MLP(norm x)."""
+    """x ← x + Attn(norm x);  x ← x + MLP(norm x)."""
 
     def __init__(self, config: ModelConfig, layer: int, choice: VariantChoice) -> None:
         super().__init__()
@@ -29,10 +29,11 @@ class Block(nn.Module):
         self.mlp = MLP(config.width, config.mlp_ratio * config.width)
 
     def forward(
-        self, x: Tensor, value_embedding: Tensor | None, cos: Tensor, sin: Tensor, attend: LayerAttend
+        self, x: Tensor, normed: Tensor, value_embedding: Tensor | None, cos: Tensor, sin: Tensor, attend: LayerAttend
     ) -> Tensor:
-        x = x + self.attention(rms_norm(x, self.eps), value_embedding, cos, sin, attend)
-        return x + self.mlp(rms_norm(x, self.eps))
+        """x (b, t, c) and its norm, which whoever made x has at hand."""
+        x, normed = add_norm(x, self.attention(normed, value_embedding, cos, sin, attend), self.eps)
+        return x + self.mlp(normed)
 
 
 class GPT(nn.Module):
@@ -51,7 +52,7 @@ class GPT(nn.Module):
         choice: VariantChoice | None = None,
         *,
         dtype: torch.dtype = torch.float32,
-        kernel: str = "sdpa",
+        kernel: str = "auto",
     ) -> None:
         super().__init__()
         self.config, self.choice, self.dtype, self.kernel = config, choice or VariantChoice(), dtype, kernel
@@ -111,27 +112,27 @@ class GPT(nn.Module):
             x = self._smear(x, cache)
         x0, middle = x, None
         for layer, block in enumerate(self.blocks):
-            if config.residual_scalars:
-                x = self.residual[layer].to(x.dtype) * x + self.x0[layer].to(x.dtype) * x0
+            if config.residual_scalars:  # x ← r x + b x⁰
+                x, normed = add_norm(x, x0, eps, self.residual[layer], self.x0[layer])
+            else:
+                normed = rms_norm(x, eps)
             rows = self.value_embeddings[str(layer)](tokens) if str(layer) in self.value_embeddings else None
-            x = block(x, rows, cos, sin, LayerAttend(config.window_of(layer), self.kernel, cache, layer, places))
+            attend = LayerAttend(config.window_of(layer), self.kernel, cache, layer, places)
+            x = block(x, normed, rows, cos, sin, attend)
             if layer == config.depth // 2:
                 middle = x
-        if config.backout and middle is not None:
-            x = x - self.backout.to(x.dtype) * middle
         if cache is not None:
             cache.advance(embedded if config.smear else embedded[..., :0])
+        if config.backout and middle is not None:
+            return add_norm(x, middle, eps, b=-self.backout)[1]
         return rms_norm(x, eps)
 
     def _smear(self, x: Tensor, cache: KVCache | None) -> Tensor:
         """x_t += λ_s σ(W_s x_t[:k]) x_{t−1}, with x before smearing; position 0 has nothing before it."""
-        if cache is not None and cache.last_embedding is not None:
-            before = torch.cat((cache.last_embedding, x[:, :-1]), dim=1)
-            kept, x_now = x[:, :0], x
-        else:
-            before, kept, x_now = x[:, :-1], x[:, :1], x[:, 1:]
-        gate = self.smear.to(x.dtype) * torch.sigmoid(self.smear_gate(x_now[..., : self.config.smear_channels]))
-        return torch.cat((kept, x_now + gate * before), dim=1)
+        if cache is None or cache.last_embedding is None:
+            return smear(x, self.smear_gate, self.smear)
+        before = torch.cat((cache.last_embedding, x[:, :-1]), dim=1)
+        return smear_from(x[:, :0], x, before, self.smear_gate, self.smear)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Logits (b, t, vocab_size) in float32."""

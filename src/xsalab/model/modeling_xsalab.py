@@ -25,6 +25,7 @@ from .head import capped_logits
 from .init import init_weights
 from .layers import rotary_tables
 from .native import takes as takes
+from .strength import Strength as Strength
 from .variant import VariantChoice
 from .xsa import Exclusive as Exclusive
 

@@ -6,20 +6,26 @@ y is a head's attention output at one position and v the value vector of the sam
 α of its part along v. Two facts hold it in the tests: at α = 1 the output is orthogonal to the own
 value, and position 0, which sees only itself, comes out exactly 0.
 
+``_plain`` and ``_plain_backward`` are the formulas, and the oracle; csrc/exclude.cpp does the same in one pass.
 The strength α and the layer selection follow "Exclusive Self-Attention Beyond AdamW" (Dayapule 2026).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attend import Attend
+from .layers import Linear
+from .linear import input_gradient, linear, served, weight_gradient
+from .native import AFTER_LOADING, takes
+from .strength import Strength
 from .variant import QKV, Site, Variant, variant
+
+WIDEST = 256  # largest head size of the kernel; it takes multiples of 32
 
 
 def exclude_self(y: Tensor, v: Tensor, alpha: float | Tensor = 1.0) -> Tensor:
@@ -32,13 +38,30 @@ def exclude_self(y: Tensor, v: Tensor, alpha: float | Tensor = 1.0) -> Tensor:
     """
     if isinstance(alpha, (int, float)) and alpha == 0:
         return y
+    _check(y, v, alpha)
+    return _ExcludeSelf.apply(y, v, alpha)
+
+
+def exclude_and_project(y: Tensor, v: Tensor, alpha: float | Tensor, weight: Tensor) -> Tensor:
+    """W z with z = exclude_self(y, v, alpha), to the bit, forward and backward: z is made again there and not kept.
+
+    weight (c, h·d) in any dtype is cast to y's, as layers.Linear does -> (b, t, c). Attention keeps y and v for its
+    own backward, so that XSA keeps nothing more. Raises ValueError where the shapes do not fit.
+    """
+    _check(y, v, alpha)
+    return _ExcludeAndProject.apply(y, v, alpha, weight)
+
+
+def _check(y: Tensor, v: Tensor, alpha: float | Tensor) -> None:
     if y.shape[:2] != v.shape[:2] or y.shape[-1] != v.shape[-1] or y.shape[2] % v.shape[2]:
         raise ValueError(
             f"y is (b, t, h, d) and v (b, t, g, d) with g dividing h; got {tuple(y.shape)} and {tuple(v.shape)}"
         )
     if isinstance(alpha, Tensor) and alpha.ndim and alpha.shape != y.shape[2:3]:
         raise ValueError(f"alpha is a number, () or (h,) = ({y.shape[2]},); got {tuple(alpha.shape)}")
-    return _ExcludeSelf.apply(y, v, alpha)
+
+
+# --- the formulas
 
 
 def _split(y: Tensor, v: Tensor, alpha: float | Tensor) -> tuple[Tensor, Tensor, float | Tensor]:
@@ -55,123 +78,127 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(-1, keepdim=True)
 
 
-class _ExcludeSelf(torch.autograd.Function):
-    """Keeps y, v and α alone for its backward, and stays finite where differentiating the quotient overflows.
+def _plain(y: Tensor, v: Tensor, alpha: float | Tensor) -> Tensor:
+    """z, of y's shape and dtype."""
+    yf, vf, strength = _split(y, v, alpha)
+    # The floor is the smallest normal number: a larger one would leave part of a short v in place.
+    c = _dot(yf, vf) / _dot(vf, vf).clamp_min(torch.finfo(yf.dtype).tiny)
+    return torch.addcmul(yf, strength * c, vf, value=-1).flatten(2, 3).to(y.dtype)
 
-    With g = ∂L/∂z, n = ⟨v,v⟩, d = ⟨g,v⟩/n:
+
+def _plain_backward(grad: Tensor, y: Tensor, v: Tensor, alpha: float | Tensor, with_z: bool) -> tuple[Tensor, ...]:
+    """∂L/∂y, ∂L/∂v, each head's ∂L/∂α (h,), and z again where it is asked for. Finite where differentiating the
+    quotient overflows. With g = ∂L/∂z, n = ⟨v,v⟩, d = ⟨g,v⟩/n:
+
     ∂L/∂y = g − α d v;  ∂L/∂v = −α (d y + c g − 2 c (d v));  ∂L/∂α = −Σ c ⟨g,v⟩.
     """
+    yf, vf, strength = _split(y, v, alpha)
+    g = grad.to(yf.dtype).unflatten(2, (v.shape[2], -1))
+    tiny = torch.finfo(yf.dtype).tiny
+    norm = _dot(vf, vf)
+    n = norm.clamp_min(tiny)
+    gv = _dot(g, vf)
+    c, d = _dot(yf, vf) / n, gv / n
+    z = torch.addcmul(yf, strength * c, vf, value=-1).flatten(2, 3).to(y.dtype) if with_z else y[:0]
+    grad_y = torch.addcmul(g, strength * d, vf, value=-1).flatten(2, 3).to(y.dtype)
+    # c (g − 2 (d v)) + d y, in as few passes; below the floor n is a constant and 2 (d v), its derivative, is 0
+    inner = torch.addcmul(g, torch.where(norm > tiny, 2 * d, 0.0), vf, value=-1)
+    inner = inner.mul_(-strength * c).addcmul_(-strength * d, yf)
+    grad_v = (inner.sum(3) if inner.shape[3] > 1 else inner.squeeze(3)).to(v.dtype)
+    return grad_y, grad_v, -(c * gv).sum((0, 1)).view(-1), z
+
+
+# --- the kernel, where it is there
+
+
+def _by_kernel(y: Tensor, v: Tensor) -> bool:
+    return takes(y, v) and y.shape[-1] % 32 == 0 and y.shape[-1] <= WIDEST
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The kernel takes any strides but of the last axis."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _forward(y: Tensor, v: Tensor, alpha: float | Tensor) -> Tensor:
+    if _by_kernel(y, v):
+        return torch.ops.xsalab.exclude(_rows(y), _rows(v), torch.as_tensor(alpha, dtype=torch.float32))
+    return _plain(y, v, alpha)
+
+
+def _backward(grad: Tensor, y: Tensor, v: Tensor, alpha: float | Tensor, with_z: bool) -> tuple[Tensor, ...]:
+    if _by_kernel(y, v):
+        strength = torch.as_tensor(alpha, dtype=torch.float32)
+        return torch.ops.xsalab.exclude_backward(_rows(grad), _rows(y), _rows(v), strength, with_z)
+    return _plain_backward(grad, y, v, alpha, with_z)
+
+
+def _for_alpha(each: Tensor, alpha: float | Tensor) -> Tensor | None:
+    """∂L/∂α from that of each head."""
+    if not isinstance(alpha, Tensor):
+        return None
+    return (each if alpha.ndim else each.sum()).to(alpha.dtype)
+
+
+def _keep(ctx: Any, alpha: float | Tensor, *tensors: Tensor) -> None:
+    ctx.save_for_backward(*tensors, *([alpha] if isinstance(alpha, Tensor) else []))
+    ctx.alpha = None if isinstance(alpha, Tensor) else alpha
+
+
+class _ExcludeSelf(torch.autograd.Function):
+    """Keeps y, v and α alone for its backward."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, v: Tensor, alpha: float | Tensor) -> Tensor:  # pyright: ignore
-        ctx.save_for_backward(y, v, *([alpha] if isinstance(alpha, Tensor) else []))
-        ctx.alpha = None if isinstance(alpha, Tensor) else alpha
-        yf, vf, strength = _split(y, v, alpha)
-        # The floor is the smallest normal number: a larger one would leave part of a short v in place.
-        c = _dot(yf, vf) / _dot(vf, vf).clamp_min(torch.finfo(yf.dtype).tiny)
-        return torch.addcmul(yf, strength * c, vf, value=-1).flatten(2, 3).to(y.dtype)
+        _keep(ctx, alpha, y, v)
+        return _forward(y, v, alpha)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         y, v, *rest = ctx.saved_tensors
         alpha = rest[0] if rest else ctx.alpha
-        yf, vf, strength = _split(y, v, alpha)
-        g = grad.to(yf.dtype).unflatten(2, (v.shape[2], -1))
-        tiny = torch.finfo(yf.dtype).tiny
-        norm = _dot(vf, vf)
-        n = norm.clamp_min(tiny)
-        gv = _dot(g, vf)
-        c, d = _dot(yf, vf) / n, gv / n
-        grad_y = grad_v = grad_alpha = None
-        if ctx.needs_input_grad[0]:
-            grad_y = torch.addcmul(g, strength * d, vf, value=-1).flatten(2, 3).to(y.dtype)
-        if ctx.needs_input_grad[1]:
-            # c (g − 2 (d v)) + d y, in as few passes; below the floor n is a constant and 2 (d v), its derivative, is 0
-            inner = torch.addcmul(g, torch.where(norm > tiny, 2 * d, 0.0), vf, value=-1)
-            grad_v = (inner.mul_(-strength * c).addcmul_(-strength * d, yf)).sum(3).to(v.dtype)
-        if isinstance(alpha, Tensor) and ctx.needs_input_grad[2]:
-            each = -(c * gv).sum((0, 1)).view(-1)  # (h,)
-            grad_alpha = (each if alpha.ndim else each.sum()).to(alpha.dtype)
-        return grad_y, grad_v, grad_alpha
+        grad_y, grad_v, each, _ = _backward(grad, y, v, alpha, False)
+        return grad_y, grad_v, _for_alpha(each, alpha)
 
 
-class _Strength(nn.Module):
-    """α of one layer: fixed, scheduled over the run, or learned per layer or per head."""
+class _ExcludeAndProject(torch.autograd.Function):
+    """Keeps y, v, α and the weight, never z nor the cast weight. One pass of backward gives z and the gradients."""
 
-    value: Tensor  # of a schedule: () in float32, so that a compiled step sees a tensor and no new number
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, v: Tensor, alpha: float | Tensor, weight: Tensor) -> Tensor:  # pyright: ignore
+        _keep(ctx, alpha, y, v, weight)
+        z = _forward(y, v, alpha).flatten(2)
+        return linear(z, weight) if served(z) else F.linear(z, weight.to(z.dtype))
 
-    def __init__(self, alpha: Any, site: Site, allow_any: bool) -> None:
-        super().__init__()
-        self.fixed: float | None = None
-        self.ramp: tuple[float, float, float, float] | None = None
-        self.squash = ""
-        if isinstance(alpha, (int, float)) and not isinstance(alpha, bool):
-            self.fixed = _in_range("alpha", alpha, allow_any)
-        elif isinstance(alpha, Sequence) and not isinstance(alpha, str):
-            if len(alpha) != site.depth:
-                count = f"{len(alpha)} numbers for {site.depth} layers"
-                raise ValueError(f"alpha = {list(alpha)}: {count}; give one a layer")
-            self.fixed = _in_range(f"alpha[{site.layer}]", alpha[site.layer], allow_any)
-        elif isinstance(alpha, Mapping) and "learned" in alpha:
-            self._learn(alpha, site)
-        elif isinstance(alpha, Mapping) and {"from", "to"} <= set(alpha):
-            self._schedule(alpha, allow_any)
-        else:
-            raise ValueError(
-                f"alpha = {alpha!r}: give a number, one number a layer, {{ from = 0, to = 1, between = [0.1, 0.4] }} "
-                'or { learned = "tanh", per = "head", start = 0.0 }'
-            )
-
-    def _learn(self, alpha: Mapping[str, Any], site: Site) -> None:
-        _only(alpha, {"learned", "per", "start"})
-        self.squash, per, start = alpha["learned"], alpha.get("per", "head"), alpha.get("start", 0.5)
-        low = -1.0 if self.squash == "tanh" else 0.0
-        if self.squash not in ("sigmoid", "tanh"):
-            raise ValueError(f"alpha.learned = {self.squash!r}: use 'sigmoid', in (0, 1), or 'tanh', in (−1, 1)")
-        if per not in ("head", "layer"):
-            raise ValueError(f"alpha.per = {per!r}: use 'head' or 'layer'")
-        if not (isinstance(start, (int, float)) and low < start < 1):
-            between = f"strictly between {low:g} and 1 with {self.squash}"
-            raise ValueError(f"alpha.start = {start!r}: it is α itself, {between}")
-        raw = math.atanh(start) if self.squash == "tanh" else math.log(start / (1 - start))
-        self.raw = nn.Parameter(torch.full((site.heads if per == "head" else 1,), raw))
-
-    def _schedule(self, alpha: Mapping[str, Any], allow_any: bool) -> None:
-        _only(alpha, {"from", "to", "between"})
-        match alpha.get("between", (0.0, 1.0)):
-            case [float() | int() as begin, float() | int() as end] if 0 <= begin < end <= 1:
-                pass
-            case other:
-                raise ValueError(f"alpha.between = {other!r}: two fractions of the run, 0 ≤ first < second ≤ 1")
-        low, high = (_in_range(f"alpha.{key}", alpha[key], allow_any) for key in ("from", "to"))
-        self.ramp = (low, high, begin, end)
-        self.register_buffer("value", torch.tensor(float(low)))
-
-    def set_progress(self, fraction: float) -> None:
-        if self.ramp is not None:
-            low, high, begin, end = self.ramp
-            self.value.fill_(low + (high - low) * min(max((fraction - begin) / (end - begin), 0.0), 1.0))
-
-    def forward(self) -> float | Tensor:
-        if self.fixed is not None:
-            return self.fixed
-        if self.ramp is not None:
-            return self.value
-        squashed = self.raw.tanh() if self.squash == "tanh" else self.raw.sigmoid()
-        return squashed if squashed.shape[0] > 1 else squashed[0]
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        y, v, weight, *rest = ctx.saved_tensors
+        alpha = rest[0] if rest else ctx.alpha
+        fast = served(grad)
+        grad_z = input_gradient(grad, weight) if fast else grad @ weight.to(grad.dtype)
+        grad_y, grad_v, each, z = _backward(grad_z.unflatten(-1, y.shape[2:]), y, v, alpha, True)
+        z = z.flatten(2)
+        grad_weight = weight_gradient(grad, z, weight) if fast else grad.flatten(0, 1).T @ z.flatten(0, 1)
+        return grad_y, grad_v, _for_alpha(each, alpha), grad_weight.to(weight.dtype)
 
 
-def _in_range(name: str, alpha: Any, allow_any: bool) -> float:
-    if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise ValueError(f"{name} = {alpha!r}: must be a number")
-    if not allow_any and not 0 <= alpha <= 1:
-        raise ValueError(f"{name} = {alpha}: must be in [0, 1]; allow_any_alpha = true permits other strengths")
-    return float(alpha)
+def _tell_shapes() -> None:
+    """What the operations give, without doing it: for torch.compile."""
+
+    @torch.library.register_fake("xsalab::exclude")
+    def _(y: Tensor, v: Tensor, alpha: Tensor) -> Tensor:
+        return y.new_empty(y.shape)
+
+    @torch.library.register_fake("xsalab::exclude_backward")
+    def _(grad: Tensor, y: Tensor, v: Tensor, alpha: Tensor, with_z: bool) -> tuple[Tensor, ...]:
+        each, z = y.new_empty(y.shape[2], dtype=torch.float32), y.new_empty(y.shape if with_z else 0)
+        return y.new_empty(y.shape), v.new_empty(v.shape), each, z
 
 
-def _only(table: Mapping[str, Any], known: set[str]) -> None:
-    if unknown := set(table) - known:
-        raise ValueError(f"alpha.{sorted(unknown)[0]} is not known; known: {', '.join(sorted(known))}")
+AFTER_LOADING.append(_tell_shapes)
+
+
+# --- the variant
 
 
 @variant("xsa")
@@ -189,11 +216,34 @@ class Exclusive(Variant):
         if against not in ("mixed", "projected"):
             raise ValueError(f"against = {against!r}: use 'mixed' (value embedding included) or 'projected'")
         self.against = against
-        self.strength = _Strength(alpha, site, allow_any_alpha)
+        self.strength = Strength(alpha, site, allow_any_alpha)
 
     def forward(self, t: QKV, attend: Attend) -> Tensor:
-        y = attend(t.q, t.k, t.v)
-        return exclude_self(y, t.v if self.against == "mixed" else t.v_projected, self.strength())
+        alpha = self.strength()
+        z = self._in_one_kernel(t, attend, alpha)
+        return exclude_self(attend(t.q, t.k, t.v), self._own(t), alpha) if z is None else z
+
+    def project(self, t: QKV, attend: Attend, w_o: Linear) -> Tensor:
+        alpha = self.strength()
+        kept = torch.is_grad_enabled() and self.strength.fixed != 0
+        if not kept or type(w_o) is not Linear or _watched(self) or _watched(w_o):
+            return super().project(t, attend, w_o)
+        z = self._in_one_kernel(t, attend, alpha)
+        if z is not None:
+            return w_o(z.flatten(2))
+        return exclude_and_project(attend(t.q, t.k, t.v), self._own(t), alpha, w_o.weight)
+
+    def _in_one_kernel(self, t: QKV, attend: Attend, alpha: float | Tensor) -> Tensor | None:
+        """z from a kernel that does attention and exclusion together, where ``attend`` has one for these tensors."""
+        together = getattr(attend, "exclusive", None)
+        if together is None or self.against != "mixed" or self.strength.fixed == 0:
+            return None
+        return together(t.q, t.k, t.v, alpha)
+
+    def _own(self, t: QKV) -> Tensor:
+        if self.against == "mixed" or t.v_projected is t.v:
+            return t.v
+        return t.v_projected.contiguous()  # kept for backward: a view would keep the whole product of q, k and v
 
     def set_progress(self, fraction: float) -> None:
         self.strength.set_progress(fraction)
@@ -209,3 +259,9 @@ class Exclusive(Variant):
         if len(alpha) == 1:
             return {"alpha": alpha[0]}
         return {f"alpha.{head}": value for head, value in enumerate(alpha)}
+
+
+def _watched(module: nn.Module) -> bool:
+    """Whether something waits to be called with the module, so that it has to be called."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks)

@@ -1,0 +1,43 @@
+"""Compiles a Triton kernel for an H100 on a machine without a GPU, and reads what came out."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Compiled(NamedTuple):
+    """Memory instructions of the PTX, registers a thread, and bytes spilled to the stack."""
+
+    accesses: set[str]
+    registers: int
+    stack: int
+
+
+def compile_for_hopper(
+    kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any], options: Mapping[str, Any], folder: Path
+) -> Compiled:
+    """``types`` by parameter ("*bf16", "i32", "fp32"); pointers and what is "i32" are taken as multiples of 16."""
+    import triton  # pyright: ignore[reportMissingImports]
+    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
+    from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports]
+
+    signature, values, aligned = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[(i,)] = "constexpr", constants[name]
+        else:
+            signature[name] = types[name]
+            if types[name].startswith("*") or types[name] == "i32":
+                aligned[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, values, aligned)
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options))
+    binary = folder / "kernel.cubin"
+    binary.write_bytes(found.asm["cubin"])
+    words = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
+    usage = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.findall(rf"{what}:(\d+)", usage)[-1]) for what in ("REG", "STACK"))
+    return Compiled(set(re.findall(r"(?:ld|st)\.global\S*", found.asm["ptx"])), registers, stack)
