@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from xsalab.optim import orthogonalize
-from xsalab.optim.muon import cautious_decay_, muon_update, plain_muon_update, rate_factor
+from xsalab.optim.muon import cautious_decay_, muon_update, nesterov_, plain_muon_update, rate_factor
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -19,7 +19,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 def first_update(gradient: Tensor, **how) -> Tensor:
     rows, columns = gradient.shape[-2:]
     variance = torch.zeros(len(gradient), *((rows, 1) if rows >= columns else (1, columns)))
-    return muon_update(gradient, torch.zeros_like(gradient), variance, momentum=0.95, beta2=0.9, **how)
+    return muon_update(gradient.clone(), variance, beta2=0.9, **how)
 
 
 @pytest.mark.parametrize("shape", [(48, 48), (96, 32), (32, 96), (1, 12), (4, 12)], ids=str)
@@ -54,6 +54,32 @@ def test_an_update_has_the_norm_of_its_rank(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(update.norm(dim=(-2, -1)), torch.full((2,), math.sqrt(min(shape))), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("shape", [(16, 4), (4, 16), (9, 9)], ids=str)
+def test_an_update_is_the_steps_one_after_the_other(shape: tuple[int, int]) -> None:
+    """Renormalisation and variance reduction are carried out as one factor a line; here as they are stated."""
+    rows, columns = shape
+    line = -1 if rows >= columns else -2
+    g, variance = draw(2, *shape), draw(2, *((rows, 1) if rows >= columns else (1, columns)), seed=1).square()
+    want_variance = variance.clone()
+    scaled = torch.stack([each * (each.norm() / rows**0.5) / each.norm(dim=1, keepdim=True) for each in g])
+    x = orthogonalize(scaled)
+    x = torch.stack([each * min(shape) ** 0.5 / each.norm() for each in x])
+    want_variance += 0.1 * (x.square().mean(dim=line, keepdim=True) - want_variance)
+    reduced = x / want_variance.sqrt()
+    want = torch.stack([each * before.norm() / each.norm() for each, before in zip(reduced, x, strict=True)])
+    torch.testing.assert_close(muon_update(g, variance, beta2=0.9), want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(variance, want_variance)
+
+
+def test_momentum_looks_ahead() -> None:
+    """M ← M + (1 − μ)(G − M), then G + μ(M − G)."""
+    gradients, momenta = [draw(3, 4), draw(3, 4, seed=1)], [draw(3, 4, seed=2), torch.zeros(3, 4)]
+    kept = [0.9 * m + 0.1 * g for g, m in zip(gradients, momenta, strict=True)]
+    ahead = torch.stack([0.1 * g + 0.9 * m for g, m in zip(gradients, kept, strict=True)])
+    torch.testing.assert_close(nesterov_(gradients, momenta, 0.9), ahead)
+    torch.testing.assert_close(momenta, kept)
+
+
 @pytest.mark.parametrize("factor", [0.25, 1e4])
 def test_the_size_of_the_gradient_does_not_matter(factor: float) -> None:
     """Down to where nanochat's floor of 1e-6 under the norm is felt; within its 1e-6 / ‖G‖ here."""
@@ -65,7 +91,7 @@ def test_the_size_of_the_gradient_does_not_matter(factor: float) -> None:
 def test_a_zero_gradient_gives_a_zero_update(shape: tuple[int, int], plain: bool) -> None:
     """F028: behind an output matrix that starts at zero the first gradient is exactly zero."""
     zero = torch.zeros(2, *shape)
-    update = plain_muon_update(zero, torch.zeros_like(zero), momentum=0.95) if plain else first_update(zero)
+    update = plain_muon_update(zero) if plain else first_update(zero)
     assert not update.any()  # NaN counts as something
 
 
@@ -109,5 +135,5 @@ def test_the_rate_factor_is_of_outputs_over_inputs(shape: tuple[int, int], facto
 def test_decay_pulls_only_where_the_update_goes_the_same_way() -> None:
     weight = torch.tensor([[2.0, -2.0, 2.0, 0.0]])
     update = torch.tensor([[1.0, 1.0, 0.0, 1.0]])
-    cautious_decay_(weight, update, rate=0.1, decay=0.5)
+    cautious_decay_([weight], update[None], rate=0.1, decay=0.5)
     torch.testing.assert_close(weight, torch.tensor([[2 - 0.1 - 0.1, -2 - 0.1, 2 - 0.1, -0.1]]))

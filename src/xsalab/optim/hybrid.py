@@ -25,7 +25,21 @@ import torch
 from torch import Tensor, nn
 
 from ..config import config
-from .muon import NEWTON_SCHULZ, POLAR_EXPRESS, cautious_decay_, muon_update, plain_muon_update, rate_factor
+from ..model import native
+from .adamw import adamw_
+from .muon import (
+    NEWTON_SCHULZ,
+    PLAIN_START,
+    POLAR_EXPRESS,
+    START,
+    cautious_decay_,
+    flat,
+    muon_update,
+    nesterov_,
+    plain_muon_update,
+    rate_factor,
+    stacks,
+)
 from .schedule import Schedule
 
 GROUPS = ("matrix", "head", "embedding", "value_embedding", "residual", "x0", "smear", "variant")
@@ -222,68 +236,76 @@ class Hybrid(torch.optim.Optimizer):
         """One update from the gradients that are there."""
         for group in self.param_groups:
             members = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if group["algorithm"] == "adamw":
-                for parameter in members:
-                    self._adamw(parameter, group)
+            if not members:
                 continue
-            by_shape: dict[torch.Size, list[Tensor]] = {}
-            for parameter in members:
-                by_shape.setdefault(parameter.shape, []).append(parameter)
-            for stack in by_shape.values():
-                self._muon(stack, group)
+            if group["algorithm"] == "adamw":
+                self._adamw(members, group)
+            elif self._served(members):
+                self._muon_natively(members, group)
+            else:
+                for stack in stacks(members):
+                    self._muon(stack, group)
 
-    def _muon(self, members: list[Tensor], group: dict[str, Any]) -> None:
-        rows, columns = members[0].shape
+    def _muon_state(self, members: list[Tensor], group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Momenta and variances (none for plain Muon), zero before the first step."""
+        hybrid = group["algorithm"] == "hybrid"
         for parameter in members:
             if not self.state[parameter]:
+                rows, columns = parameter.shape
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter, dtype=torch.float32)
-                if group["algorithm"] == "hybrid":
+                if hybrid:
                     shape = (rows, 1) if rows >= columns else (1, columns)
                     self.state[parameter]["variance"] = torch.zeros(shape, device=parameter.device)
+        states = [self.state[parameter] for parameter in members]
+        return [state["momentum"] for state in states], [state["variance"] for state in states] if hybrid else []
 
-        def stacked(key: str) -> Tensor:
-            return torch.stack([self.state[parameter][key] for parameter in members])
+    def _served(self, members: list[Tensor]) -> bool:
+        """Whether csrc/muon.cpp takes the step."""
+        here = all(p.device.type == "cpu" and p.dtype == torch.float32 and p.is_contiguous() for p in members)
+        return here and self.dtype == torch.bfloat16 and native.takes()
 
-        gradient = torch.stack([parameter.grad.float() for parameter in members])  # pyright: ignore
-        momentum = stacked("momentum")
+    def _muon_natively(self, members: list[Tensor], group: dict[str, Any]) -> None:
+        momenta, variances = self._muon_state(members, group)
+        config, hybrid = self.config, group["algorithm"] == "hybrid"
+        coefficients = config.polar_express if hybrid else [config.plain_muon_coefficients] * config.plain_muon_steps
+        gradients = [parameter.grad.float().contiguous() for parameter in members]  # pyright: ignore
+        torch.ops.xsalab.muon_(
+            members, gradients, momenta, variances, group["lr"], group["weight_decay"], group["momentum"],
+            config.muon_beta2, flat(coefficients), *(START if hybrid else PLAIN_START),
+        )  # fmt: skip
+
+    def _muon(self, members: list[Tensor], group: dict[str, Any]) -> None:
+        """The same in PyTorch, for matrices of one shape."""
+        momenta, variances = self._muon_state(members, group)
+        config, rate = self.config, group["lr"] * rate_factor(*members[0].shape)
+        g = nesterov_([parameter.grad.float() for parameter in members], momenta, group["momentum"])  # pyright: ignore
         if group["algorithm"] == "hybrid":
-            variance = stacked("variance")
+            variance = torch.stack(variances)
             update = muon_update(
-                gradient, momentum, variance, momentum=group["momentum"], beta2=self.config.muon_beta2,
-                coefficients=self.config.polar_express, dtype=self.dtype,
-            )  # fmt: skip
-        else:
-            variance = None
+                g, variance, beta2=config.muon_beta2, coefficients=config.polar_express, dtype=self.dtype
+            )
+            torch._foreach_copy_(variances, variance.unbind())
+            cautious_decay_(members, update, rate, group["weight_decay"])
+        else:  # as torch.optim.Muon: decay by the unscaled rate, before the update
             update = plain_muon_update(
-                gradient, momentum, momentum=group["momentum"], coefficients=self.config.plain_muon_coefficients,
-                steps=self.config.plain_muon_steps, dtype=self.dtype,
-            )  # fmt: skip
-        rate = group["lr"] * rate_factor(rows, columns)
-        for i, parameter in enumerate(members):
-            self.state[parameter]["momentum"].copy_(momentum[i])
-            if variance is not None:
-                self.state[parameter]["variance"].copy_(variance[i])
-                cautious_decay_(parameter, update[i], rate, group["weight_decay"])
-            else:  # as torch.optim.Muon: decay by the unscaled rate, before the update
-                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update[i], alpha=rate)
+                g, coefficients=config.plain_muon_coefficients, steps=config.plain_muon_steps, dtype=self.dtype
+            )
+            torch._foreach_mul_(members, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_sub_(members, update.unbind(), alpha=rate)
 
-    def _adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        if not state:
-            state["steps"] = 0
-            state["mean"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["square"] = torch.zeros_like(parameter, dtype=torch.float32)
-        state["steps"] += 1
-        gradient = parameter.grad.float()  # pyright: ignore
-        mean, square = state["mean"], state["square"]
-        mean.lerp_(gradient, 1 - beta1)
-        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        scale = math.sqrt(1 - beta2 ** state["steps"])
-        denominator = (square.sqrt() / scale).add_(self.config.adam_eps)
-        # float32 throughout, rounded once when a bfloat16 table is written back
-        value = parameter.float().mul_(1 - group["lr"] * group["weight_decay"])
-        value.addcdiv_(mean, denominator, value=-group["lr"] / (1 - beta1 ** state["steps"]))
-        parameter.copy_(value)
+    def _adamw(self, members: list[Tensor], group: dict[str, Any]) -> None:
+        for parameter in members:
+            state = self.state[parameter]
+            if not state:
+                state["steps"] = 0
+                state["mean"] = torch.zeros_like(parameter, dtype=torch.float32)
+                state["square"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["steps"] += 1
+        means, squares, steps = ([self.state[p][key] for p in members] for key in ("mean", "square", "steps"))
+        adamw_(
+            members, [parameter.grad for parameter in members], means, squares, steps,  # pyright: ignore
+            lr=group["lr"], betas=group["betas"], eps=self.config.adam_eps, decay=group["weight_decay"],
+        )  # fmt: skip
 
     def named_state(self) -> dict[str, Tensor]:
         """The whole state as tensors by "parameter name:key", for a checkpoint."""
@@ -301,4 +323,6 @@ class Hybrid(torch.optim.Optimizer):
             name, key = label.rsplit(":", 1)
             if name not in parameters:
                 raise ValueError(f"optimizer state for {name!r}, which this model does not have")
-            self.state[parameters[name]][key] = int(tensor) if key == "steps" else tensor.clone()
+            self.state[parameters[name]][key] = (
+                int(tensor) if key == "steps" else tensor.to(parameters[name].device, copy=True)
+            )

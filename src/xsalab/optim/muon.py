@@ -1,18 +1,21 @@
-"""Muon as pure functions over stacks of equal matrices (k, m, n), m outputs and n inputs.
+"""Muon as functions over stacks of equal matrices (k, m, n), m outputs and n inputs.
 
-Two forms. ``muon_update`` is nanochat's: momentum, rows to their root-mean norm, five Polar Express steps
-(arXiv 2505.16932), renormalisation, variance reduction (NorMuon, arXiv 2510.05491). ``plain_muon_update``
-is Newton–Schulz as in torch.optim.Muon, which is its oracle.
+Two forms. ``muon_update`` is nanochat's: rows to their root-mean norm, five Polar Express steps (arXiv 2505.16932),
+renormalisation, variance reduction (NorMuon, arXiv 2510.05491). ``plain_muon_update`` is Newton–Schulz as in
+torch.optim.Muon, which is its oracle. ``nesterov_`` goes before both. csrc/muon.cpp carries out a whole step, matrix
+by matrix; these functions are its oracle.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+
+from ..model import native
 
 Coefficients = Sequence[tuple[float, float, float]]
 
@@ -25,24 +28,37 @@ POLAR_EXPRESS: Coefficients = (
 )
 NEWTON_SCHULZ: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
 
+# (safety, floor): the iteration starts from G / (safety · ‖G‖ + floor)
+START, PLAIN_START = (1.01, 1e-6), (1.0, 1e-7)
+
+
+STACK_ENTRIES = 2**22  # of the matrices that PyTorch works on at once on a CPU: its shared cache still holds them
+
+
+def flat(coefficients: Coefficients) -> list[float]:
+    """The numbers of all steps one after the other, as the kernels take them."""
+    return [number for step in coefficients for number in step]
+
 
 def orthogonalize(
     g: Float[Tensor, "k m n"],
     coefficients: Coefficients = POLAR_EXPRESS,
     *,
-    safety: float = 1.01,
-    floor: float = 1e-6,
+    start: tuple[float, float] = START,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "k m n"]:
     """The matrices with all singular values brought near 1, by X ← aX + (bA + cA²)X with A = XXᵀ.
 
     A step for each (a, b, c). The iteration runs in ``dtype`` on the wide side; the result has it too.
-    A zero matrix gives zero.
+    A zero matrix gives zero. In bfloat16 on the CPU csrc/polar.cpp does it, symmetric products once.
     """
     x = g.to(dtype)
+    if native.takes(x):
+        return torch.ops.xsalab.polar(x, flat(coefficients), *start)
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
+    safety, floor = start
     x = x / (safety * x.norm(dim=(-2, -1), keepdim=True) + floor)
     for a, b, c in coefficients:
         square = x @ x.mT
@@ -51,50 +67,66 @@ def orthogonalize(
     return x.mT if tall else x
 
 
+def stacks(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The matrices by shape; on a CPU in stacks of at most ``STACK_ENTRIES`` numbers, or one matrix."""
+    by_shape: dict[torch.Size, list[Tensor]] = {}
+    for parameter in parameters:
+        by_shape.setdefault(parameter.shape, []).append(parameter)
+    found = []
+    for shape, members in by_shape.items():
+        size = max(1, STACK_ENTRIES // shape.numel()) if members[0].device.type == "cpu" else len(members)
+        found += [members[start : start + size] for start in range(0, len(members), size)]
+    return found
+
+
+def nesterov_(
+    gradients: list[Float[Tensor, "m n"]], momenta: list[Float[Tensor, "m n"]], momentum: float
+) -> Float[Tensor, "k m n"]:
+    """Nesterov's direction in float32, stacked; ``momenta`` change in place."""
+    torch._foreach_lerp_(momenta, gradients, 1 - momentum)
+    return torch.stack(torch._foreach_lerp(gradients, momenta, momentum))
+
+
 def muon_update(
-    gradient: Float[Tensor, "k m n"],
-    momentum_buffer: Float[Tensor, "k m n"],
+    g: Float[Tensor, "k m n"],
     variance_buffer: Float[Tensor, "k p q"],
     *,
-    momentum: float,
     beta2: float,
     coefficients: Coefficients = POLAR_EXPRESS,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "k m n"]:
-    """nanochat's update direction in float32; the two buffers change in place.
+    """nanochat's update in float32, of Nesterov's direction; the variance changes in place, and g may be overwritten.
 
     ``variance_buffer`` holds a value a row (k, m, 1) where m ≥ n, a value a column (k, 1, n) otherwise.
     """
-    rows, columns = gradient.shape[-2:]
-    momentum_buffer.lerp_(gradient, 1 - momentum)
-    g = gradient.lerp(momentum_buffer, momentum)  # Nesterov
+    rows, columns = g.shape[-2:]
     # 2. rows scaled to their root-mean norm
-    norm = g.norm(dim=(-2, -1), keepdim=True)
-    g = g * (norm / math.sqrt(rows) / g.norm(dim=-1, keepdim=True).clamp_min(1e-6))
+    size = g.norm(dim=-1, keepdim=True)
+    g = g.mul_(size.norm(dim=-2, keepdim=True) / math.sqrt(rows) / size.clamp_min(1e-6))
     # 3, 4. the polar factor, renormalised. Behind a matrix that starts at zero the first gradient is
-    # exactly zero: the floors make the update 0 there, not NaN.
+    # exactly zero: the floors make the update 0 there, not NaN. Everything from here on is one factor a line,
+    # a row or a column, found from the lines' sums of squares.
     x = orthogonalize(g, coefficients, dtype=dtype).float()
-    x = x * (math.sqrt(min(rows, columns)) / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
+    squares = x.square().sum(dim=-1 if rows >= columns else -2, keepdim=True)
+    norm = squares.sum(dim=(-2, -1), keepdim=True).sqrt()
+    renormal = math.sqrt(min(rows, columns)) / norm.clamp_min(1e-10)
+    squares = squares * renormal.square()
     # 5. variance reduction, norm kept
-    size = x.norm(dim=(-2, -1), keepdim=True)
-    variance_buffer.lerp_(x.square().mean(dim=-1 if rows >= columns else -2, keepdim=True), 1 - beta2)
-    x = x / variance_buffer.clamp_min(1e-10).sqrt()
-    return x * (size / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-10))
+    variance_buffer.lerp_(squares / min(rows, columns), 1 - beta2)
+    factor = variance_buffer.clamp_min(1e-10).rsqrt()
+    reduced = (squares * factor.square()).sum(dim=(-2, -1), keepdim=True).sqrt()
+    return x.mul_(factor * (renormal * (renormal * norm / reduced.clamp_min(1e-10))))
 
 
 def plain_muon_update(
-    gradient: Float[Tensor, "k m n"],
-    momentum_buffer: Float[Tensor, "k m n"],
+    g: Float[Tensor, "k m n"],
     *,
-    momentum: float,
     coefficients: tuple[float, float, float] = NEWTON_SCHULZ,
     steps: int = 5,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, "k m n"]:
-    """torch.optim.Muon's direction: Nesterov momentum, then Newton–Schulz with one set of coefficients."""
-    momentum_buffer.lerp_(gradient, 1 - momentum)
-    g = gradient.lerp(momentum_buffer, momentum)
-    return orthogonalize(g, [coefficients] * steps, safety=1.0, floor=1e-7, dtype=dtype).float()
+    """torch.optim.Muon's, of Nesterov's direction: Newton–Schulz with one set of coefficients. In ``dtype``."""
+    return orthogonalize(g, [coefficients] * steps, start=PLAIN_START, dtype=dtype)
 
 
 def rate_factor(rows: int, columns: int) -> float:
@@ -102,10 +134,11 @@ def rate_factor(rows: int, columns: int) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-def cautious_decay_(weight: Tensor, update: Tensor, rate: float, decay: float) -> None:
-    """W ← W − rate · X − rate · decay · W where X · W ≥ 0 elementwise, in place."""
+def cautious_decay_(
+    weights: list[Float[Tensor, "m n"]], updates: Float[Tensor, "k m n"], rate: float, decay: float
+) -> None:
+    """W ← W − rate · X − rate · decay · W where X · W ≥ 0 elementwise, in place; ``updates`` may be overwritten."""
     if decay:
-        mask = (update * weight >= 0).to(weight.dtype)
-        weight.sub_(rate * update + (rate * decay) * weight * mask)
-    else:
-        weight.sub_(update, alpha=rate)
+        pull = torch.stack(weights)
+        updates.add_(pull.mul_(updates * pull >= 0), alpha=decay)
+    torch._foreach_sub_(weights, updates.unbind(), alpha=rate)
