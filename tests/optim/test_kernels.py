@@ -231,7 +231,7 @@ def test_a_gradient_that_is_not_contiguous_is_read_as_it_is_meant() -> None:
 
 # --- a step of AdamW
 
-update_ = partial(adamw_, lr=0.03, betas=(0.8, 0.96), eps=1e-10, decay=0.2)
+update_ = partial(adamw_, lr=0.03, betas=(0.8, 0.96), eps=1e-10, decay=0.2, kernel=True)
 
 
 @pytest.mark.parametrize("how", ["kernel", "torch"])

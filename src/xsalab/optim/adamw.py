@@ -25,15 +25,18 @@ def adamw_(
     betas: tuple[float, float],
     eps: float,
     decay: float,
+    kernel: bool,
 ) -> None:
     """One update in place, with bias correction and decoupled decay (arXiv 1711.05101), eps beside the corrected root:
 
     p ← (1 − lr · decay) p − lr / (1 − β₁ᵗ) · m / (√v / √(1 − β₂ᵗ) + eps), float32 throughout and rounded once.
 
-    ``steps`` are the parameters' own t, this update counted. ``means`` m and ``squares`` v are float32.
+    ``steps`` are the parameters' own t, this update counted. ``means`` m and ``squares`` v are float32. ``kernel``:
+    whether the C++ kernel may take it. What a run's numbers are must not depend on what else its process has loaded.
     """
     beta1, beta2 = betas
-    if native.takes() and all(p.device.type == "cpu" and p.dtype in KINDS and p.is_contiguous() for p in parameters):
+    here = all(p.device.type == "cpu" and p.dtype in KINDS and p.is_contiguous() for p in parameters)
+    if kernel and here and native.takes():
         gradients = [g.to(p.dtype).contiguous() for g, p in zip(gradients, parameters, strict=True)]
         torch.ops.xsalab.adamw_(parameters, gradients, means, squares, steps, lr, beta1, beta2, eps, decay)
         return

@@ -305,6 +305,7 @@ class Hybrid(torch.optim.Optimizer):
         adamw_(
             members, [parameter.grad for parameter in members], means, squares, steps,  # pyright: ignore
             lr=group["lr"], betas=group["betas"], eps=self.config.adam_eps, decay=group["weight_decay"],
+            kernel=self.dtype == torch.bfloat16,
         )  # fmt: skip
 
     def named_state(self) -> dict[str, Tensor]:
