@@ -11,6 +11,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("xsalab needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; name another with PYTHON=...") if sys.version_info < (3, 11) else 0'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(BIN)/python -c 'from xsalab.model import native; print(native.describe())'
 	touch $@
 
 quick: $(VENV)/.ready
@@ -21,8 +22,9 @@ test: $(VENV)/.ready
 	$(BIN)/pytest tests --ignore=tests/compiled -n auto --dist loadscope
 	$(BIN)/pytest tests/compiled
 
+# The table of targets on this machine, quiet while it runs; with a nanochat checkout: make bench NANOCHAT=DIR
 bench: $(VENV)/.ready
-	$(BIN)/python bench/loader.py
+	$(BIN)/python bench/table.py $(if $(NANOCHAT),--nanochat $(NANOCHAT))
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check src tests bench examples

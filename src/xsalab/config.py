@@ -12,6 +12,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, cast, dataclass_transform, get_args, get_type_hints
 
@@ -76,10 +77,15 @@ def build(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """
     text = json.dumps(dict(values), default=str)  # strict, and yet a list becomes a tuple: so pydantic reads JSON
     try:
-        return TypeAdapter(cls).validate_json(text, strict=True)
+        return _adapter(cls).validate_json(text, strict=True)
     except ValidationError as error:
         lines = [_explain(cls, fault, where) for fault in error.errors()]
         raise ValueError("\n".join(lines)) from None
+
+
+@lru_cache
+def _adapter(cls: type) -> TypeAdapter[Any]:
+    return TypeAdapter(cls)
 
 
 def _explain(cls: type, fault: Any, where: str) -> str:
@@ -114,7 +120,7 @@ def _fields_at(cls: Any, path: Sequence[str]) -> list[str]:
 
 def dump(value: Any) -> Any:
     """The dataclass as plain JSON values."""
-    return TypeAdapter[Any](cast(Any, type(value))).dump_python(value, mode="json")
+    return _adapter(cast(Any, type(value))).dump_python(value, mode="json")
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pickle
@@ -21,6 +22,7 @@ from xsalab.data.tokenizer import SPECIAL_TOKENS
 
 TEXTS = [*sentences(60), "Emoji 😀😃🎉 and 漢字, naïve café.\n" * 8, "x = 12345 + 67\n\n\n    return x\n" * 8]
 TRAINED = Tokenizer.train(TEXTS, 370)
+MODEL, ADDED = TRAINED._json["model"], TRAINED._json["added_tokens"]
 
 
 def size_of(text: str) -> int:
@@ -98,6 +100,105 @@ def test_long_texts_are_encoded_in_pieces_without_a_trace(monkeypatch: pytest.Mo
     assert TRAINED.encode([text, "", "a"]) == whole
 
 
+# Two libraries, one encoding
+
+needs_tiktoken = pytest.mark.skipif(not importlib.util.find_spec("tiktoken"), reason="tiktoken is not installed")
+ODD = st.sampled_from(
+    [*"ab '\n\r\t1.²Ⅷ٣éß漢😀\u200d\u0301\u00a0\u2028\x00\x1c\x85", "'S", "  ", "\r\n", "<|bos|>", " the"]
+)
+
+
+def by_merges(text: str) -> list[int]:
+    return TRAINED._encoder.encode(text, add_special_tokens=False).ids
+
+
+@needs_tiktoken
+@given(st.lists(st.one_of(ODD, st.characters(exclude_categories=["Cs"])), max_size=40).map("".join))
+@settings(max_examples=200, deadline=None)
+def test_ranks_encode_as_merges_do(text: str) -> None:
+    """The faster library gives the ids of the one that trained, for any text."""
+    assert TRAINED._by_rank is not None
+    assert TRAINED.encode([text])[0] == by_merges(text)
+
+
+@needs_tiktoken
+def test_ranks_encode_whole_documents_as_merges_do() -> None:
+    for text in [*TEXTS, Path(__file__).read_text(encoding="utf-8"), "\n" * 3000, "a" * 3000, " " * 3000 + "b"]:
+        assert TRAINED.encode([text])[0] == by_merges(text)
+
+
+@needs_tiktoken
+def test_half_of_a_surrogate_pair_is_refused() -> None:
+    """tiktoken's own answer is another character, which nobody wrote."""
+    with pytest.raises(UnicodeEncodeError):
+        TRAINED.encode(["a\ud800"])
+
+
+def test_what_cannot_be_cut_is_left_to_the_library_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tiktoken gives up on a million white spaces: a piece beyond twice the limit never reaches it."""
+    fresh = Tokenizer(json.dumps(TRAINED.table()))
+    reached: list[str] = []
+
+    def encode(text: str) -> list[int]:
+        reached.append(text)
+        return by_merges(text)
+
+    fresh.__dict__["_by_rank"] = encode
+    monkeypatch.setattr(tokenizer, "PIECE_CHARACTERS", 50)
+    texts = [" " * 101 + "x", "y" * 100, "z\n" * 200]
+    assert fresh.encode(texts) == [by_merges(text) for text in texts]
+    assert max(map(len, reached)) <= 100
+    assert "".join(reached) == "".join(texts[1:])
+
+
+def with_merges(*merges: tuple[str, str], **changes: object) -> Tokenizer:
+    """A tokenizer of the 256 bytes and these merges, each of which makes a token."""
+    tokens = [*tokenizer.byte_alphabet().values(), *dict.fromkeys(a + b for a, b in merges)]
+    model = {**MODEL, "vocab": {token: i for i, token in enumerate(tokens)}, "merges": list(merges)}
+    added = [{**token, "id": len(tokens) + i} for i, token in enumerate(ADDED)]
+    return Tokenizer(json.dumps({**TRAINED._json, "model": model, "added_tokens": added, **changes}))
+
+
+PLAIN_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+
+
+def test_merging_by_rank_is_allowed_where_it_is_the_same() -> None:
+    assert TRAINED._merges_by_rank()
+    assert with_merges(("a", "b"), ("ab", "c"))._merges_by_rank()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        # "abc" is merged to "ab", "c" and never to its token, which ranks alone would make
+        with_merges(("a", "b"), ("b", "c"), ("a", "bc")),
+        # two merges make one token: the rank of the second is not its id
+        with_merges(("a", "b"), ("b", "c"), ("ab", "c"), ("a", "bc")),
+        # another order than that of the ids
+        with_merges(("a", "b"), ("c", "d"), model={**with_merges(("c", "d"), ("a", "b"))._json["model"],
+                    "merges": [("a", "b"), ("c", "d")]}),
+        with_merges(("a", "b"), pre_tokenizer=PLAIN_SPLIT),
+        with_merges(("a", "b"), model={**with_merges(("a", "b"))._json["model"], "ignore_merges": True}),
+    ],
+)  # fmt: skip
+def test_merging_by_rank_is_refused_where_it_may_differ(other: Tokenizer) -> None:
+    assert not other._merges_by_rank()
+    assert other._by_rank is None
+    assert other.decode(other.encode(["abcd abc"])[0]) == "abcd abc"
+
+
+@needs_tiktoken
+def test_the_refused_would_differ() -> None:
+    """The first of them, by tiktoken all the same: one token in place of two."""
+    import tiktoken  # pyright: ignore[reportMissingImports]
+
+    other = with_merges(("a", "b"), ("b", "c"), ("a", "bc"))
+    ranks = {token: i for i, token in enumerate(other.token_bytes[:259])}
+    encoding = tiktoken.Encoding("x", pat_str=tokenizer.SPLIT, mergeable_ranks=ranks, special_tokens={})
+    assert len(encoding.encode_ordinary("abc")) == 1
+    assert len(other.encode(["abc"])[0]) == 2
+
+
 @pytest.mark.slow
 def test_training_twice_gives_the_same_file(tmp_path: Path) -> None:
     """Not the order of hashing, not the process: the text alone decides."""
@@ -162,7 +263,6 @@ def changed(**changes: object) -> str:
 
 
 PREFIXED = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-MODEL, ADDED = TRAINED._json["model"], TRAINED._json["added_tokens"]
 
 
 @pytest.mark.parametrize(

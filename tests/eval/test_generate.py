@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from xsalab.eval import decode
 from xsalab.eval import generate as module
 from xsalab.eval.generate import generate, generate_batch, pick, stream_text
 from xsalab.interop.nanochat import read_checkpoint
@@ -164,15 +165,20 @@ def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The shapes (rows, columns) of the forward passes that follow."""
+    """The shapes (rows, columns) of the passes and steps that follow."""
     seen: list[tuple[int, int]] = []
-    hidden = GPT.hidden
+    hidden, step = GPT.hidden, decode.PlainSteps.__call__
 
     def watched(self: GPT, tokens: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
         seen.append((tokens.shape[0], tokens.shape[1]))
         return hidden(self, tokens, cache)
 
+    def watched_step(self: decode.PlainSteps, tokens: Sequence[int], store: KVCache) -> tuple[torch.Tensor, KVCache]:
+        seen.append((len(tokens), 1))
+        return step(self, tokens, store)
+
     monkeypatch.setattr(GPT, "hidden", watched)
+    monkeypatch.setattr(decode.PlainSteps, "__call__", watched_step)
     return seen
 
 
@@ -183,11 +189,9 @@ def test_cached_logits_of_rows_of_any_length_are_those_of_a_full_pass(choice: Va
     model = small(choice, kernel)
     model.set_progress(0.7)
     rows = prompts_of(LENGTHS)
-    store = KVCache(model.config.depth)
-    given: list[list[int]] = rows
-    follow = torch.Generator().manual_seed(1)
+    steps, follow = decode.stepper(model), torch.Generator().manual_seed(1)
+    found, store = module._read(model, [tuple(row) for row in rows])
     for step in range(9):
-        found = module._next_logits(model, given, store)
         with torch.no_grad():
             alone = torch.cat([model(torch.tensor([row]))[:, -1] for row in rows])
         torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-5)
@@ -195,8 +199,9 @@ def test_cached_logits_of_rows_of_any_length_are_those_of_a_full_pass(choice: Va
             places = [3, 0, 2, 0] if step == 2 else [1, 2]
             store = store.select(torch.tensor(places))
             rows = [rows[place] for place in places]
-        given = [[int(torch.randint(0, 50, (1,), generator=follow))] for _ in rows]
-        rows = [row + new for row, new in zip(rows, given, strict=True)]
+        given = torch.randint(0, 50, (len(rows),), generator=follow).tolist()
+        rows = [[*row, new] for row, new in zip(rows, given, strict=True)]
+        found, store = steps(given, store)
 
 
 @pytest.mark.parametrize("name", sorted(VARIANTS))
@@ -275,7 +280,8 @@ def test_prompts_of_like_length_are_read_together(model: GPT, passes: list[tuple
 
 def test_only_the_last_place_goes_through_the_head(model: GPT, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, capped = [], module.capped_logits
-    monkeypatch.setattr(module, "capped_logits", lambda x, *rest: seen.append(tuple(x.shape)) or capped(x, *rest))
+    for name in (module, decode):
+        monkeypatch.setattr(name, "capped_logits", lambda x, *rest: seen.append(tuple(x.shape)) or capped(x, *rest))
     generate_batch(model, [[1, 2, 3], [4]], tokens=2)
     list(generate(model, [1, 2, 3], 1))
     assert seen == [(2, 32), (2, 32), (1, 32)]

@@ -73,13 +73,13 @@ class Corpus:
     def documents(self, side: str) -> list[TokenDocument]:
         """The documents of "train" or "validation" in source order; tokens are views of the mapped file."""
         tokens = map_file(self.folder / f"{side}.bin", self.manifest["dtype"])
-        index = pq.read_table(self.folder / f"{side}.documents.parquet")
-        ends = np.cumsum(index.column("tokens").to_numpy())
-        starts = ends - index.column("tokens").to_numpy()
-        names, sizes = index.column("id").to_pylist(), index.column("bytes").to_pylist()
+        # read_table and to_numpy would import pyarrow's data sets and pandas: half a second of every start
+        index = pq.ParquetFile(self.folder / f"{side}.documents.parquet").read()
+        names, sizes, lengths = (index.column(name).to_pylist() for name in ("id", "bytes", "tokens"))
+        ends = itertools.accumulate(lengths)
         return [
-            TokenDocument(name, tokens[start:end], size)
-            for name, start, end, size in zip(names, starts.tolist(), ends.tolist(), sizes, strict=True)
+            TokenDocument(name, tokens[end - length : end], size)
+            for name, size, length, end in zip(names, sizes, lengths, ends, strict=True)
         ]
 
     def validation_documents(self) -> list[TokenDocument]:
@@ -232,7 +232,11 @@ def _training(
 
 def text_hash(text: str) -> bytes:
     """SHA-256 of the text's UTF-8 bytes, 32 bytes: what makes two documents the same."""
-    return hashlib.sha256(text.encode()).digest()
+    return _hash(text.encode())
+
+
+def _hash(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
 
 
 def _too_small(config: DataConfig, source: Source) -> str:
@@ -283,11 +287,11 @@ def _write_side(
     """Writes ``<side>.bin`` and ``<side>.documents.parquet``; returns the counts."""
 
     def encode(batch: Sequence[Document]) -> tuple[list[tuple[str, bytes, int, int]], np.ndarray]:
-        encoded = tokenizer.encode([document.text for document in batch])
-        index = []
-        for document, ids in zip(batch, encoded, strict=True):
-            index.append((document.id, text_hash(document.text), len(document.text.encode()), len(ids)))
-        return index, np.fromiter(itertools.chain.from_iterable(encoded), dtype=dtype)
+        texts = [document.text for document in batch]
+        lengths, tokens = encode_batch(tokenizer, texts, dtype)
+        data = [text.encode() for text in texts]
+        names = [document.id for document in batch]
+        return list(zip(names, map(_hash, data), map(len, data), lengths, strict=True)), tokens
 
     index: list[tuple[str, bytes, int, int]] = []
     with writing(folder / f"{side}.bin") as file:
@@ -308,6 +312,13 @@ def _write_side(
     with writing(folder / f"{side}.documents.parquet") as file:
         append(file, np.frombuffer(sink.getvalue(), dtype=np.uint8))
     return {"documents": len(index), "tokens": sum(lengths), "bytes": sum(sizes)}
+
+
+def encode_batch(tokenizer: Tokenizer, texts: Sequence[str], dtype: str) -> tuple[list[int], np.ndarray]:
+    """The number of tokens of each text, and all tokens in one array."""
+    encoded = tokenizer.encode(texts)
+    lengths = [len(ids) for ids in encoded]
+    return lengths, np.fromiter(itertools.chain.from_iterable(encoded), dtype=dtype, count=sum(lengths))
 
 
 def unigram_entropy(tokens: np.ndarray, size: int) -> float:

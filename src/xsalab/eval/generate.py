@@ -12,10 +12,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from ..model import GPT, KVCache
+from ..model import native as kernels
 from ..model.head import capped_logits
+from .decode import Steps, Store, stepper
 
 # All new tokens of one sample so far -> tokens that must follow now; most often none.
 Tool = Callable[[Sequence[int]], Sequence[int]]
+DRAWS = 64  # numbers of a stream at a time
 
 
 def generate(
@@ -50,15 +53,21 @@ def _stream(
     cache: bool,
     stop: Collection[int],
 ) -> Iterator[int]:
-    store = KVCache(model.config.depth) if cache else None
-    given = sequence
+    store: Store | None = None
+    steps: Steps | None = None
     for _ in range(tokens):
-        (token,) = sampler.take([sample], _next_logits(model, [given], store))
+        if not cache:
+            logits = _next_logits(model, [sequence], None)
+        elif store is None:
+            logits, store = _read(model, [tuple(sequence)])
+        else:
+            steps = steps or stepper(model)
+            logits, store = steps(sequence[-1:], store)
+        (token,) = sampler.take([sample], logits)
         if token in stop:
             return
         yield token
         sequence.append(token)
-        given = sequence if store is None else [token]
 
 
 def generate_batch(
@@ -106,7 +115,8 @@ def generate_batch(
     # like lengths together, so that little is padded, and equal prompts side by side
     waiting = deque(sorted(range(len(prompts) if tokens else 0), key=lambda i: (len(prompts[i]), tuple(prompts[i]))))
     rows: list[int] = []
-    store = KVCache(model.config.depth)
+    store: Store = KVCache(model.config.depth)
+    steps: Steps | None = None
     while rows or waiting:
         if waiting and len(rows) <= batch_rows // 2:
             # Room for half a batch is filled at once. The rows in progress are read again: a pass over many tokens
@@ -114,7 +124,8 @@ def generate_batch(
             rows += [waiting.popleft() for _ in range(min(batch_rows - len(rows), len(waiting)))]
             logits, store = _read(model, [(*prompts[i], *samples[i].new) for i in rows])
         else:
-            logits = _next_logits(model, [samples[i].new[-1:] for i in rows], store)
+            steps = steps or stepper(model)
+            logits, store = steps([samples[i].new[-1] for i in rows], store)
         going = []
         for place, (i, token) in enumerate(zip(rows, sampler.take([samples[i] for i in rows], logits), strict=True)):
             if token in stop:
@@ -168,12 +179,15 @@ class _Sample:
 
     def __init__(self, seed: int) -> None:
         self.random = torch.Generator().manual_seed(seed)
+        self.drawn: list[float] = []  # the next ones, last first
         self.new: list[int] = []
         self.forced: deque[int] = deque()
 
     def chance(self) -> float:
         """The next number of the stream, in [0, 1)."""
-        return float(torch.rand((), dtype=torch.float64, generator=self.random))
+        if not self.drawn:
+            self.drawn = torch.rand(DRAWS, dtype=torch.float64, generator=self.random).tolist()[::-1]
+        return self.drawn.pop()
 
 
 @dataclass(frozen=True)
@@ -232,7 +246,9 @@ def pick(logits: Float[Tensor, "rows vocab"], temperature: float, top_k: int, ch
     that their product with a sum is always below that sum.
     """
     if temperature == 0:
-        return logits.argmax(-1).tolist()
+        return logits.numpy().argmax(-1).tolist()  # ten times as fast as torch's here
+    if not 0 < top_k < logits.shape[-1] and kernels.instructions() != "plain":
+        return torch.ops.xsalab.decode_pick(logits, temperature, torch.tensor(chances, dtype=torch.float64)).tolist()
     logits, ids = logits.topk(top_k) if 0 < top_k < logits.shape[-1] else (logits, None)
     # the largest at 0 first: a tiny temperature then gives −inf for the rest, never inf − inf
     scaled = (logits - logits.amax(-1, keepdim=True)) / temperature

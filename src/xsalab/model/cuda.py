@@ -35,6 +35,7 @@ FUSED = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFI
 # Of (t, s, window, device). What is here when a graph is compiled becomes its input; else the graph makes it each time.
 _masks: dict[tuple[int, int, int, str], BlockMask] = {}
 _fa3_active = False
+_varlen_is_told_groups = False  # torch 2.11's varlen_attn takes grouped heads as they are, later ones want to be told
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, window: int, places: Places | None = None) -> Tensor | None:
@@ -142,12 +143,15 @@ def activate_fa3() -> str:
     Wants a GPU of compute capability 9 (H100, H200), torch with ``activate_flash_attention_impl`` (2.11), and the
     package of FlashAttention-3. Rounds otherwise than FlashAttention-2: what a run used belongs in its fingerprint.
     """
-    global _fa3_active
+    global _fa3_active, _varlen_is_told_groups
     if not _fa3_active:
         reason = _cannot_fa3()
         if reason:
             return reason
+        from torch.nn.attention.varlen import varlen_attn
+
         torch.nn.attention.activate_flash_attention_impl("FA3")
+        _varlen_is_told_groups = "enable_gqa" in inspect.signature(varlen_attn).parameters
         _fa3_active = True
     return ""
 
@@ -177,17 +181,9 @@ def flash_windowed(q: Tensor, k: Tensor, v: Tensor, window: int, places: Places 
     assert q.shape[1] == k.shape[1], "whole sequences"
     b, t = q.shape[:2]
     ends = torch.arange(0, b * t + 1, t, dtype=torch.int32, device=q.device)
-    grouped: dict[str, Any] = {"enable_gqa": True} if _varlen_takes_groups() and q.shape[2] != k.shape[2] else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if _varlen_is_told_groups and q.shape[2] != k.shape[2] else {}
     y = varlen_attn(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), ends, ends, t, t, window_size=(window, 0), **grouped
     )  # fmt: skip
     assert isinstance(y, Tensor)
     return y.unflatten(0, (b, t))
-
-
-@torch.compiler.assume_constant_result
-def _varlen_takes_groups() -> bool:
-    """torch 2.11 takes grouped heads as they are, later versions want to be told."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -6,7 +6,8 @@ y is a head's attention output at one position and v the value vector of the sam
 α of its part along v. Two facts hold it in the tests: at α = 1 the output is orthogonal to the own
 value, and position 0, which sees only itself, comes out exactly 0.
 
-``_plain`` and ``_plain_backward`` are the formulas, and the oracle; csrc/exclude.cpp does the same in one pass.
+``_plain`` and ``_plain_backward`` are the formulas, and the oracle; csrc/exclude.cpp on CPUs and exclude_triton.py on
+GPUs do the same in one pass.
 The strength α and the layer selection follow "Exclusive Self-Attention Beyond AdamW" (Dayapule 2026).
 """
 
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .attend import Attend
+from .exclude_triton import available, exclude_backward, exclude_forward
 from .layers import Linear
 from .linear import input_gradient, linear, served, weight_gradient
 from .native import AFTER_LOADING, takes
@@ -108,7 +110,7 @@ def _plain_backward(grad: Tensor, y: Tensor, v: Tensor, alpha: float | Tensor, w
     return grad_y, grad_v, -(c * gv).sum((0, 1)).view(-1), z
 
 
-# --- the kernel, where it is there
+# --- the kernels, where they are there
 
 
 def _by_kernel(y: Tensor, v: Tensor) -> bool:
@@ -121,12 +123,16 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _forward(y: Tensor, v: Tensor, alpha: float | Tensor) -> Tensor:
+    if available(y):
+        return exclude_forward(y, v, alpha)
     if _by_kernel(y, v):
         return torch.ops.xsalab.exclude(_rows(y), _rows(v), torch.as_tensor(alpha, dtype=torch.float32))
     return _plain(y, v, alpha)
 
 
 def _backward(grad: Tensor, y: Tensor, v: Tensor, alpha: float | Tensor, with_z: bool) -> tuple[Tensor, ...]:
+    if available(y):
+        return exclude_backward(grad, y, v, alpha, with_z)
     if _by_kernel(y, v):
         strength = torch.as_tensor(alpha, dtype=torch.float32)
         return torch.ops.xsalab.exclude_backward(_rows(grad), _rows(y), _rows(v), strength, with_z)

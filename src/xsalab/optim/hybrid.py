@@ -223,6 +223,17 @@ class Hybrid(torch.optim.Optimizer):
             )  # fmt: skip
         super().__init__(groups, {})
 
+    # torch keeps these two out of compiled graphs by a decorator whose first call imports its compiler: a second of
+    # every process, for an optimizer that is never compiled.
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        method = torch.optim.Optimizer.add_param_group
+        getattr(method, "__wrapped__", method)(self, param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        method = torch.optim.Optimizer.zero_grad
+        getattr(method, "__wrapped__", method)(self, set_to_none)
+
     def set_step(self, schedule: Schedule, step: int) -> None:
         """Sets every group's rate, momentum and decay to those of ``step``."""
         for group in self.param_groups:

@@ -27,7 +27,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
-from scipy import special, stats  # pyright: ignore[reportMissingTypeStubs]
+import scipy  # pyright: ignore[reportMissingTypeStubs]
 
 from .decide import decide, holm
 from .looks import LOOKS, look_levels
@@ -45,7 +45,7 @@ from .paired import (
     two_way_interval,
 )
 
-_stats: Any = stats  # scipy comes without types
+_scipy: Any = scipy  # without types; its parts are imported where they are first used, as that takes a second
 _LN2 = math.log(2)
 
 SEEDS = (3, 4, 6, 8, 12)
@@ -400,8 +400,8 @@ def judge(rows: Sequence[Row]) -> list[Row]:
             found.append(row)
             continue
         tail = 0.05 / judged / (2 if row.rule == "two-sided" else 1)
-        least = int(_stats.binom.ppf(tail, row.experiments, row.nominal)) if row.rule == "two-sided" else None
-        found.append(replace(row, least=least, most=int(_stats.binom.isf(tail, row.experiments, row.nominal))))
+        least = int(_scipy.stats.binom.ppf(tail, row.experiments, row.nominal)) if row.rule == "two-sided" else None
+        found.append(replace(row, least=least, most=int(_scipy.stats.binom.isf(tail, row.experiments, row.nominal))))
     return found
 
 
@@ -426,11 +426,11 @@ def bca_bootstrap(pairs: PairTable) -> Interval:
         return _quantiles(means, 0.025, 0.975)
     mean = float(differences.mean())
     below = (float((means < mean).mean()) + float((means <= mean).mean())) / 2
-    bias = float(special.ndtri(below))
+    bias = float(_scipy.special.ndtri(below))
     pull = differences - mean  # the jackknife's, up to a factor that cancels
     acceleration = float((pull**3).sum()) / (6 * float((pull**2).sum()) ** 1.5)
-    ends = (float(special.ndtri(tail)) + bias for tail in (0.025, 0.975))
-    low, high = (float(special.ndtr(bias + end / (1 - acceleration * end))) for end in ends)
+    ends = (float(_scipy.special.ndtri(tail)) + bias for tail in (0.025, 0.975))
+    low, high = (float(_scipy.special.ndtr(bias + end / (1 - acceleration * end))) for end in ends)
     return _quantiles(means, low, high)
 
 
@@ -454,7 +454,7 @@ def _quantiles(values: Floats, low: float, high: float) -> Interval:
 def normal_interval(pairs: PairTable) -> Interval:
     """The two-way standard error times 1.96."""
     found = mean_difference(pairs)
-    half = float(special.ndtri(0.975)) * (found.standard_error or 0.0)
+    half = float(_scipy.special.ndtri(0.975)) * (found.standard_error or 0.0)
     return found.mean - half, found.mean + half
 
 

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-from scipy import optimize, special, stats  # pyright: ignore[reportMissingTypeStubs]
+import scipy  # pyright: ignore[reportMissingTypeStubs]
 
 from .paired import LEAST_SEEDS, Estimate, Floats, clopper_pearson, t_quantile
 
-_stats: Any = stats  # scipy comes without types
-_optimize: Any = optimize
+_scipy: Any = scipy  # without types; its parts are imported where they are first used, as that takes a second
 
 Word = Literal["better", "worse", "equivalent", "inconclusive", "not decidable", "diverged"]
 MANY_SEEDS = 1000  # beyond this a number of seeds is no advice
@@ -136,7 +135,7 @@ def _what_would_help(estimate: Estimate, margin: float, level: float) -> str:
     """Seeds as a range, or more text: from the spread and the margin, never from the observed Δ."""
     beyond = 1 - level / 2
     text = estimate.document_error**2  # the variance that no seed lowers
-    width_of_text = 2 * float(special.ndtri(beyond)) * math.sqrt(text)
+    width_of_text = 2 * float(_scipy.special.ndtri(beyond)) * math.sqrt(text)
     if width_of_text >= margin:
         times = (width_of_text / margin) ** 2
         return (
@@ -164,7 +163,7 @@ def sd_interval(sd: float, n: int, *, confidence: float = 0.95) -> tuple[float, 
     if n < 2:
         raise ValueError(f"n = {n}: a standard deviation needs 2 values")
     tail, df = (1 - confidence) / 2, n - 1
-    return tuple(sd * math.sqrt(df / float(special.chdtri(df, p))) for p in (tail, 1 - tail))  # pyright: ignore
+    return tuple(sd * math.sqrt(df / float(_scipy.special.chdtri(df, p))) for p in (tail, 1 - tail))  # pyright: ignore
 
 
 def holm(p: Sequence[float]) -> Floats:
@@ -199,12 +198,12 @@ def minimum_detectable(sd: float, n: int, *, alpha: float = 0.05, power: float =
 
     def lacking(shift: float) -> float:
         # The lower tail is the upper one of −shift: scipy's cdf of it is NaN for large shifts.
-        return float(sum(_stats.nct.sf(critical, n - 1, nc) for nc in (shift, -shift))) - power
+        return float(sum(_scipy.stats.nct.sf(critical, n - 1, nc) for nc in (shift, -shift))) - power
 
     most = 1.0
     while lacking(most) < 0:
         most *= 2
-    return sd / math.sqrt(n) * float(_optimize.brentq(lacking, 1e-6, most, xtol=1e-10))
+    return sd / math.sqrt(n) * float(_scipy.optimize.brentq(lacking, 1e-6, most, xtol=1e-10))
 
 
 def seeds_needed(

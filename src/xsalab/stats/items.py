@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import scipy  # pyright: ignore[reportMissingTypeStubs]
 from numpy.typing import ArrayLike
-from scipy import stats  # pyright: ignore[reportMissingTypeStubs]
 
 from .paired import LEAST_SEEDS, Estimate, Floats
 
-_stats: Any = stats  # scipy comes without types
+_scipy: Any = scipy  # without types; its parts are imported where they are first used, as that takes a second
 _ROUNDING = 1e-9  # of shares of several samples, added up over seeds
 
 
@@ -61,7 +61,7 @@ def mcnemar(treatment: ArrayLike, baseline: ArrayLike) -> McNemar:
         raise ValueError("an answer has a value from 0 (wrong) to 1 (right)")
     towards: Floats = (a - b).sum(axis=0)
     wins, losses = int((towards > _ROUNDING).sum()), int((towards < -_ROUNDING).sum())
-    p = float(_stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
+    p = float(_scipy.stats.binomtest(wins, wins + losses).pvalue) if wins + losses else 1.0
     p = max(p, sys.float_info.min)  # 2^−n of more than a thousand items is no longer a float
     counts = (int(mask.sum()) for mask in ((a == b) & (a > 0), a > b, a < b, (a == b) & (a == 0)))
     return McNemar(*counts, p=p)

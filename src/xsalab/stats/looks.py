@@ -12,11 +12,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
-from scipy import special  # pyright: ignore[reportMissingTypeStubs]
+import scipy  # pyright: ignore[reportMissingTypeStubs]
 
 from .paired import LEAST_SEEDS, Floats
+
+_scipy: Any = scipy  # without types; its parts are imported where they are first used, as that takes a second
 
 LOOKS = (4, 6, 8, 12)
 PATHS = 1_000_000  # experiments simulated for a schedule
@@ -91,7 +94,7 @@ def _extremes(seeds: tuple[int, ...]) -> tuple[Floats, Floats]:
         if k > 1:
             squares += rng.chisquare(k - 1, PATHS)
         mean += shift * (k / look)
-        below = special.stdtr(look - 1, mean / np.sqrt(squares / (look - 1) / look))
+        below = _scipy.special.stdtr(look - 1, mean / np.sqrt(squares / (look - 1) / look))
         np.minimum(lowest, below, out=lowest)
         np.maximum(highest, below, out=highest)
         before = look

@@ -37,10 +37,10 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+import scipy  # pyright: ignore[reportMissingTypeStubs]
 from numpy.typing import NDArray
-from scipy import special, stats  # pyright: ignore[reportMissingTypeStubs]
 
-_stats: Any = stats  # scipy comes without types
+_scipy: Any = scipy  # without types; its parts are imported where they are first used, as that takes a second
 Floats = NDArray[np.float64]
 
 FEW_SEEDS = 4  # up to here the two-way interval alone covers less than it says (0.92 of 0.95 at 3 seeds)
@@ -226,7 +226,7 @@ class _Spread(NamedTuple):
     def p(self, mean: float) -> float | None:
         if self.standard_error == 0:
             return 1.0 if mean == 0 else None
-        return 2.0 * float(special.stdtr(self.df, -abs(mean) / self.standard_error))
+        return 2.0 * float(_scipy.special.stdtr(self.df, -abs(mean) / self.standard_error))
 
 
 def mean_difference(pairs: PairTable, *, confidence: float = 0.95) -> Estimate:
@@ -299,7 +299,7 @@ def equivalence_interval(pairs: PairTable, *, level: float = 0.05) -> Estimate:
     if not plain.standard_error or min(pairs.baseline.shape) < 2:
         return plain
     s, d = pairs.baseline.shape
-    se, quantile = _two_way(pairs).standard_error, float(special.ndtri(1 - level))
+    se, quantile = _two_way(pairs).standard_error, float(_scipy.special.ndtri(1 - level))
     z, q = _beyond_length(pairs) / se, _residuals(pairs) / se
     own = float((q**3).sum()) / d**3
     mixed = float(z.mean(axis=1) @ z @ (q - q.mean())) / (s * (s - 1) * d * (d - 1))
@@ -467,7 +467,7 @@ def sign_flip(pairs: PairTable) -> SignFlip:
     differences = pairs.differences
     seeds = len(differences)
     if seeds > EXACT_FLIPS:
-        drawn = _stats.permutation_test(
+        drawn = _scipy.stats.permutation_test(
             (differences,),
             np.mean,
             permutation_type="samples",
@@ -516,7 +516,7 @@ def correlation(pairs: PairTable, *, confidence: float = 0.95) -> Correlation | 
         return None
     r = float(((a - a.mean()) * (b - b.mean())).sum()) / ((n - 1) * sd_a * sd_b)
     z = math.atanh(min(max(r, -1 + 1e-15), 1 - 1e-15))
-    half = float(special.ndtri((1 + confidence) / 2)) / math.sqrt(n - 3)
+    half = float(_scipy.special.ndtri((1 + confidence) / 2)) / math.sqrt(n - 3)
     low, high = math.tanh(z - half), math.tanh(z + half)
     share = 2 * sd_a * sd_b / (sd_a**2 + sd_b**2)
     return Correlation(r, low, high, share * r, share * low, share * high, n)
@@ -553,8 +553,8 @@ def ratio_estimate(blocks_a: Sequence[float], blocks_b: Sequence[float], *, conf
     ratios = np.sort(b.reshape(-1, 2).sum(axis=1) / a.reshape(-1, 2).sum(axis=1))
     n = len(ratios)
     # Ranks k and n + 1 − k leave out the median with probability 2·P(Binomial(n, ½) < k).
-    rank = max(1, int(_stats.binom.ppf((1 - confidence) / 2, n, 0.5)))
-    coverage = max(0.0, 1 - 2 * float(special.bdtr(rank - 1, n, 0.5)))
+    rank = max(1, int(_scipy.stats.binom.ppf((1 - confidence) / 2, n, 0.5)))
+    coverage = max(0.0, 1 - 2 * float(_scipy.special.bdtr(rank - 1, n, 0.5)))
     note = ""
     if coverage < confidence:
         note = f"{_count(n, 'quartet')}: too few for {confidence:.0%}; from least to greatest covers {coverage:.1%}"
@@ -565,13 +565,13 @@ def clopper_pearson(k: int, n: int, *, confidence: float = 0.95) -> tuple[float,
     """The exact interval of a probability after k events in n trials. Raises ValueError unless 0 ≤ k ≤ n and n ≥ 1."""
     if not (0 <= k <= n and n >= 1):
         raise ValueError(f"{k} of {n} runs: the count must lie between 0 and a number of runs of at least 1")
-    interval = _stats.binomtest(k, n).proportion_ci(confidence, method="exact")
+    interval = _scipy.stats.binomtest(k, n).proportion_ci(confidence, method="exact")
     return float(interval.low), float(interval.high)
 
 
 def t_quantile(probability: float, df: float) -> float:
     """Student's t below which ``probability`` lies."""
-    return float(special.stdtrit(df, probability))
+    return float(_scipy.special.stdtrit(df, probability))
 
 
 def _read_only(array: Floats) -> Floats:

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy import special, stats  # pyright: ignore[reportMissingTypeStubs]
+import scipy  # pyright: ignore[reportMissingTypeStubs]
 
 from .paired import LEAST_SEEDS, Estimate, Floats, PairTable, mean_difference
 
-_stats: Any = stats  # scipy comes without types
+_scipy: Any = scipy  # without types; its parts are imported where they are first used, as that takes a second
 
 
 class Bounds(NamedTuple):
@@ -211,8 +211,8 @@ def _median(values: Sequence[Bounds], confidence: float) -> MedianBounds:
         return Bounds(float(low), float(high) if math.isfinite(high) else None)
 
     # Ranks k and n + 1 − k leave out the median with probability 2·P(Binomial(n, ½) < k).
-    rank = max(1, int(_stats.binom.ppf((1 - confidence) / 2, n, 0.5)))
-    coverage = max(0.0, 1 - 2 * float(special.bdtr(rank - 1, n, 0.5)))
+    rank = max(1, int(_scipy.stats.binom.ppf((1 - confidence) / 2, n, 0.5)))
+    coverage = max(0.0, 1 - 2 * float(_scipy.special.bdtr(rank - 1, n, 0.5)))
     note = ""
     if coverage < confidence:
         note = f"{_count(n)}: too few for {confidence:.0%}; from least to greatest covers {coverage:.1%}"

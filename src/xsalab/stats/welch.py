@@ -9,11 +9,11 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from scipy import stats  # pyright: ignore[reportMissingTypeStubs]
+import scipy  # pyright: ignore[reportMissingTypeStubs]
 
 from .paired import LEAST_SEEDS, Estimate, Parts
 
-_stats: Any = stats  # scipy comes without types
+_scipy: Any = scipy  # without types; its parts are imported where they are first used, as that takes a second
 _ROUNDING = 8 * float(np.finfo(np.float64).eps)
 
 
@@ -42,7 +42,7 @@ def welch(treatment: Sequence[float], baseline: Sequence[float], *, metric: str,
         estimate = replace(estimate, standard_error=0.0, sd=0.0, p=1.0 if equal else None, mean=0.0 if equal else mean)
         estimate = replace(estimate, low=estimate.mean, high=estimate.mean, decidable=equal and estimate.decidable)
         return replace(estimate, note="no spread: the runs of a side are equal")
-    test = _stats.ttest_ind(a, b, equal_var=False)
+    test = _scipy.stats.ttest_ind(a, b, equal_var=False)
     interval = test.confidence_interval(confidence)
     error = math.sqrt(float(a.var(ddof=1)) / len(a) + float(b.var(ddof=1)) / len(b))
     return replace(
