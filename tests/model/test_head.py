@@ -189,14 +189,15 @@ def test_kernel_is_the_float32_loss_of_the_same_numbers(
 
 @needs_kernels
 def test_where_the_model_is_sure_the_gradient_is_still_exact() -> None:
-    """p = 1 − 1e-4: bfloat16 would round p to 1 and the gradient to something else altogether."""
-    weight = torch.linalg.qr(draw(64, 64))[0].mul(11).bfloat16().float()
+    """1 − p of 1e-3 to 2e-2: p rounded to bfloat16 is off by up to 2e-3, and the gradient would be something else."""
+    size = torch.linspace(3.1, 3.6, 64)[:, None]
+    weight = (torch.linalg.qr(draw(64, 64))[0] * size).bfloat16().float().contiguous()
     x, targets = weight[:32].bfloat16(), torch.arange(32)
-    sure = (x.float() @ weight.T / 15).tanh().mul(15).softmax(-1)[range(32), range(32)]
-    assert (sure > 0.99).all()
+    rest = 1 - (x.float() @ weight.T / 15).tanh().mul(15).softmax(-1)[range(32), range(32)]
+    assert 1e-3 < rest.min() < rest.max() < 2e-2
     ours, theirs = (f(x, weight, targets, 15.0, 64, torch.ones(32)) for f in (run, oracle))
     for i in (1, 2):
-        assert difference(ours[i], theirs[i]) < 6e-3  # all but the target's: bfloat16's rounding, as ever
+        assert difference(ours[i], theirs[i]) < 3.5e-3
 
 
 @pytest.mark.parametrize("cap", [0.0, 100.0])
