@@ -2,7 +2,7 @@
 //
 // Memory is the bound: 28 bytes an entry in float32, 22 in bfloat16, where PyTorch's own fused step wants moments in
 // bfloat16 too. The arithmetic is float32 throughout; a bfloat16 parameter is rounded once, when it is written back.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 

@@ -13,7 +13,10 @@
 //
 // Bound: 2 products forward, 5 backward, each T² D operations a head (half of it masked). At T = 512, D = 64 on one
 // Zen 4 core: 0.18 + 0.45 ms of vdpbf16ps a head; exponentials and the rest are about a fifth of that.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 

@@ -8,7 +8,9 @@
 // All sums are float32. None crosses a row but those over the query heads of a group, in order, and those for ∂L/∂α,
 // over fixed blocks of tokens: the result does not depend on the number of threads. Numbers below float32's smallest
 // normal are written as 0.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 

@@ -16,7 +16,9 @@
 // whose panels (256 KB) and dx (512 KB in float32) stay in a core's second cache where they can. A block has as many
 // tokens as KEPT_BYTES hold, at most 512: each block reads W once and reads and writes dW once.
 // The result is the same from run to run with the same number of threads; another number adds in another order.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 

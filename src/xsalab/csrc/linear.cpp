@@ -7,7 +7,9 @@
 // panels that stay in the second cache (512 kB at 1,024 columns). Threads share the outputs, so each packs x for
 // itself: made for a few threads. The bound of all three is the multiplier; the packing costs 2 to 6 %.
 // Each output is the work of one thread in one order: results do not depend on the number of threads.
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 

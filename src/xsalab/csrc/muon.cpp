@@ -6,7 +6,7 @@
 //   between  the polar factor
 //   after    the sums of squares along rows or columns give every factor of renormalisation and variance reduction;
 //            one pass applies them, the decay and the update
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
 #include <cmath>

@@ -1,7 +1,8 @@
 // Polar factors of a stack of bfloat16 matrices; polar.h has the method.
 #include "polar.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <cmath>

@@ -7,7 +7,10 @@
 // product keeps anyway: with n = x · factor, ∂L/∂x = factor · (g − n · mean(g n)).
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/Parallel.h>
 
 #include <algorithm>
