@@ -186,6 +186,30 @@ def test_other_head_sizes_go_the_plain_way() -> None:
             assert torch.equal(fast, exclude_self(y, v))
 
 
+def test_the_plain_way_by_blocks_gives_the_numbers_of_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 21 tokens, the last of them not full, across the rows of a batch; α's gradient is summed in parts."""
+    import xsalab.model.xsa as module
+
+    y, v = joined(3, 35, 6, 2, 8)
+    alpha, grad = torch.linspace(-0.5, 1, 6), y.flip(1)
+    whole = run(y, v, alpha, grad)
+    monkeypatch.setattr(module, "BLOCK", 22 * 6 * 8 - 1)
+    assert module._by_block(y)
+    parts = run(y, v, alpha, grad)
+    assert all(torch.equal(a, b) for a, b in zip(whole[:3], parts[:3], strict=True))
+    torch.testing.assert_close(whole[3], parts[3])
+    weight = draw(16, 48, seed=5).float().requires_grad_()
+    results = []
+    for together in (True, False):
+        leaves = [x.detach().requires_grad_() for x in (y, v)]
+        if together:
+            out = exclude_and_project(leaves[0], leaves[1], alpha, weight)
+        else:
+            out = torch.nn.functional.linear(exclude_self(leaves[0], leaves[1], alpha).flatten(2), weight.bfloat16())
+        results.append([out, *torch.autograd.grad(out.sum(), (*leaves, weight))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 # --- exclusion and projection together
 
 
@@ -332,6 +356,7 @@ def test_without_gradients_nothing_is_made_for_them() -> None:
         assert Exclusive(SITE).project(t, attend, w_o).grad_fn is None
     static = Exclusive(SITE, 0.0).project(t, attend, w_o)
     assert torch.equal(static, w_o(attend(t.q, t.k, t.v).flatten(2)))
+    assert "Exclude" not in static.grad_fn.name()  # pyright: ignore
 
 
 class Both:
