@@ -24,7 +24,7 @@ test: $(VENV)/.ready
 
 # The table of targets on this machine, quiet while it runs; with a nanochat checkout: make bench NANOCHAT=DIR
 bench: $(VENV)/.ready
-	$(BIN)/python bench/table.py $(if $(NANOCHAT),--nanochat $(NANOCHAT))
+	$(BIN)/python bench/table.py $(if $(NANOCHAT),--nanochat $(NANOCHAT)) --out out/bench.json
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check src tests bench examples

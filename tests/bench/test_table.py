@@ -92,7 +92,7 @@ def test_the_checkout_goes_to_those_that_have_a_peer(monkeypatch: pytest.MonkeyP
     programs = {"peer": True, "alone": False, "left": False}
     carry_out(monkeypatch, tmp_path, programs, "--nanochat", "DIR", "--quick", "--only", "peer", "alone")
     words = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.words")}
-    assert words == {"peer.py.words": "--quick --nanochat DIR", "alone.py.words": "--quick"}
+    assert words == {"peer.py.words": "--quick --rounds 2 --nanochat DIR", "alone.py.words": "--quick --rounds 2"}
 
 
 def test_every_program_is_there() -> None:
