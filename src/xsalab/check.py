@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from .model import head as head_module
 from .model.causality import check_causality
 from .model.init import stream
 from .model.variant import VARIANTS
+from .model.xsa import exclude_and_project
 from .optim import Hybrid, OptimConfig, Schedule
 from .optim.hybrid import GROUPS, Rates
 from .train import TrainState, train_step
@@ -71,6 +73,7 @@ def all_checks(compiled: bool = False, extra: tuple[tuple[ModelConfig, VariantCh
     yield from causality(extra)
     for dtype in DTYPES:
         yield from fast_paths(dtype)
+        yield from memory_neutral(dtype)
     if compiled:
         yield from compiled_paths()
 
@@ -270,6 +273,20 @@ def fast_paths(dtype: torch.dtype) -> Iterator[Check]:
         (x, weight),
     )
     yield Check(f"head and loss in blocks, {_name(dtype)}", gap, tolerance, "against cross_entropy")
+
+
+def memory_neutral(dtype: torch.dtype) -> Iterator[Check]:
+    """6, to the bit: the exclusion with W_o, which makes z again for backward, against one after the other."""
+    for way, told in ((nullcontext, "kernels where they serve"), (native.plain, "PyTorch")):
+        with way():
+            y, _, v = _qkv(dtype)
+            weight = torch.randn(64, y.shape[2] * y.shape[3], generator=stream(9, "w_o"))
+            gap = _compare(
+                lambda y, v, w: exclude_and_project(y, v, 0.7, w),
+                lambda y, v, w: F.linear(exclude_self(y, v, 0.7).flatten(2), w.to(y.dtype)),
+                (y, v, weight),
+            )
+            yield Check(f"exclusion and W_o, z made again, {_name(dtype)}", gap, 0.0, told)
 
 
 def _exclusive(attend: LayerAttend, q: Tensor, k: Tensor, v: Tensor, alpha: float) -> Tensor:

@@ -168,9 +168,7 @@ class LayerAttend:
 
     def exclusive(self, q: Tensor, k: Tensor, v: Tensor, alpha: float | Tensor) -> Tensor | None:
         """``exclude_self`` of attention's output against v, in one kernel; None where no kernel does both."""
-        few = (
-            self.cache is not None and self.cache.length > 0 and q.shape[1] < 16
-        )  # as in serves()
+        few = self.cache is not None and self.cache.length > 0 and q.shape[1] < 16  # as in serves()
         if self.kernel != "auto" or self.places is not None or few:
             return None
         keys, values = (k, v) if self.cache is None else self.cache.extend(self.layer, k, v)

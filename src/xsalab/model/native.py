@@ -157,6 +157,8 @@ def build_here(folder: str) -> None:
     error = torch.ops.xsalab.product_error()
     if not error <= ALLOWED_ERROR:
         raise SystemExit(f"error: the product of {torch.ops.xsalab.instructions()} is wrong by {error:.1e}")
+    if cache_folder() != done:
+        raise SystemExit("error: the sources changed while they were compiled")
     with tempfile.TemporaryDirectory(dir=done.parent, prefix="new-") as work:
         (Path(work) / "done").mkdir()
         shutil.copy(objects / LIBRARY, Path(work) / "done" / LIBRARY)

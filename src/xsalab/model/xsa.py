@@ -13,6 +13,7 @@ The strength α and the layer selection follow "Exclusive Self-Attention Beyond 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from .strength import Strength
 from .variant import QKV, Site, Variant, variant
 
 WIDEST = 256  # largest head size of the kernel; it takes multiples of 32
+BLOCK = 1 << 17  # elements of y that the plain form widens at a time: their float32 stays in a core's cache
 
 
 def exclude_self(y: Tensor, v: Tensor, alpha: float | Tensor = 1.0) -> Tensor:
@@ -110,7 +112,7 @@ def _plain_backward(grad: Tensor, y: Tensor, v: Tensor, alpha: float | Tensor, w
     return grad_y, grad_v, -(c * gv).sum((0, 1)).view(-1), z
 
 
-# --- the kernels, where they are there
+# --- who does it: the kernels where they are there, else the formulas, of narrow numbers a block of tokens at a time
 
 
 def _by_kernel(y: Tensor, v: Tensor) -> bool:
@@ -122,21 +124,46 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _by_block(y: Tensor) -> bool:
+    return y.device.type == "cpu" and y.element_size() == 2 and y.numel() > BLOCK and not torch.compiler.is_compiling()
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same tokens of each (b, t, heads, d) tensor, as (1, tokens, heads, d) views; the first gives the size."""
+    tokens = max(1, BLOCK // tensors[0].shape[2:].numel())
+    return zip(*(x.flatten(0, 1).unsqueeze(0).split(tokens, dim=1) for x in tensors), strict=True)
+
+
 def _forward(y: Tensor, v: Tensor, alpha: float | Tensor) -> Tensor:
     if available(y):
         return exclude_forward(y, v, alpha)
     if _by_kernel(y, v):
         return torch.ops.xsalab.exclude(_rows(y), _rows(v), torch.as_tensor(alpha, dtype=torch.float32))
-    return _plain(y, v, alpha)
+    if not _by_block(y):
+        return _plain(y, v, alpha)
+    z = y.new_empty(y.shape)
+    for z_part, y_part, v_part in _blocks(z, y, v):
+        z_part.copy_(_plain(y_part, v_part, alpha))
+    return z
 
 
 def _backward(grad: Tensor, y: Tensor, v: Tensor, alpha: float | Tensor, with_z: bool) -> tuple[Tensor, ...]:
+    """As ``_plain_backward``."""
     if available(y):
         return exclude_backward(grad, y, v, alpha, with_z)
     if _by_kernel(y, v):
         strength = torch.as_tensor(alpha, dtype=torch.float32)
         return torch.ops.xsalab.exclude_backward(_rows(grad), _rows(y), _rows(v), strength, with_z)
-    return _plain_backward(grad, y, v, alpha, with_z)
+    if not _by_block(y):
+        return _plain_backward(grad, y, v, alpha, with_z)
+    outputs = [y.new_empty(y.shape), v.new_empty(v.shape), *([y.new_empty(y.shape)] if with_z else [])]
+    each = y.new_zeros(y.shape[2], dtype=torch.float32)
+    for *places, g_part, y_part, v_part in _blocks(*outputs, grad, y, v):
+        grad_y, grad_v, more, z = _plain_backward(g_part, y_part, v_part, alpha, with_z)
+        each += more
+        for place, result in zip(places, (grad_y, grad_v, z), strict=False):
+            place.copy_(result)
+    return outputs[0], outputs[1], each, outputs[2] if with_z else y[:0]
 
 
 def _for_alpha(each: Tensor, alpha: float | Tensor) -> Tensor | None:
@@ -231,8 +258,7 @@ class Exclusive(Variant):
 
     def project(self, t: QKV, attend: Attend, w_o: Linear) -> Tensor:
         alpha = self.strength()
-        kept = torch.is_grad_enabled() and self.strength.fixed != 0
-        if not kept or type(w_o) is not Linear or _watched(self) or _watched(w_o):
+        if self.strength.fixed == 0 or type(w_o) is not Linear or _watched(self) or _watched(w_o):
             return super().project(t, attend, w_o)
         z = self._in_one_kernel(t, attend, alpha)
         if z is not None:
