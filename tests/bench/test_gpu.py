@@ -13,13 +13,14 @@ import pytest
 PROGRAM = Path(__file__).parents[2] / "bench" / "gpu.py"
 # Refuses what an image of PyTorch may lack, as if it were not installed.
 BARE = """
-import importlib.abc, runpy, sys
+import importlib.abc, os, runpy, sys
 class Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {"pydantic", "zstandard", "jaxtyping", "tokenizers", "pyarrow", "safetensors"}:
-            return next(f for f in sys.meta_path if type(f).__name__ == "_StandIns").find_spec(name, path, target)
+            return next(f for f in sys.meta_path if type(f).__name__ == "StandIns").find_spec(name, path, target)
 sys.meta_path.insert(0, Absent())
 sys.argv = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))  # as Python does for a program
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 

@@ -462,6 +462,17 @@ def test_the_network_s_files_import_each_other_in_the_one_form_that_transformers
     assert not any("modeling_xsalab" in relative_imports(text) for text in texts.values())
 
 
+def test_the_network_s_files_import_nothing_that_may_be_missing() -> None:
+    """transformers refuses an export for any import statement of a package that is not there, within functions too."""
+    for path in Path(str(model_package.__file__)).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [str(node.module)]
+            for name in names:
+                assert name.split(".")[0] in {"torch", "transformers", *sys.stdlib_module_names}, path.name
+
+
 PLUGIN = '''"""Mine: from xsalab.model import Variant"""
 from __future__ import annotations
 

@@ -136,7 +136,8 @@ void attend_block(const Shape& n, long start, Head q, const bf16* key_panels, co
       const long high = first + r, low = high - n.window;
       __m512 largest = set1(-INFINITY);
       auto hide = [&](long j) {
-        _mm512_storeu_ps(s + j, _mm512_mask_blend_ps(lanes(chunk + j, low, high), set1(-INFINITY), _mm512_loadu_ps(s + j)));
+        const __mmask16 seen = lanes(chunk + j, low, high);
+        _mm512_storeu_ps(s + j, _mm512_mask_blend_ps(seen, set1(-INFINITY), _mm512_loadu_ps(s + j)));
       };
       for (long j = 0; j < std::min(low - chunk, width); j += 16) hide(j);
       for (long j = std::max(0L, (high + 1 - chunk) / 16 * 16); j < width; j += 16) hide(j);
@@ -328,7 +329,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad
         for (long qb = 0; qb < queries; qb += QUERY_BLOCK) {
           const long q_end = std::min(qb + QUERY_BLOCK, queries);
           // the keys that any of these queries sees
-          const long low = std::max(0L, n.first + qb - n.window) / TILE * TILE, high = std::min(keys, n.first + q_end);
+          const long low = std::max(0L, n.first + qb - n.window) / TILE * TILE;
+          const long high = std::min(keys, up(n.first + q_end));
           for (long kb = low; kb < high; kb += KEY_BLOCK) {
             const long k_end = std::min(kb + KEY_BLOCK, high);
             // Keys outside, queries inside: the keys' rows stay in the L1 cache and the queries' panels stream past.

