@@ -278,7 +278,7 @@ def test_all_checks_are_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both dtypes of each; float64 where it is exact; compiled paths when asked."""
     for name in (
         "neutral_at_zero", "orthogonal_at_one", "gradients", "cached_decoding", "causality", "fast_paths",
-        "compiled_paths",
+        "memory_neutral", "compiled_paths",
     ):  # fmt: skip
         monkeypatch.setattr(
             check, name, lambda *a, name=name: iter([f"{name} {a[0] if a and name != 'causality' else ''}"])
@@ -288,6 +288,6 @@ def test_all_checks_are_all(monkeypatch: pytest.MonkeyPatch) -> None:
         "neutral_at_zero torch.float32", "neutral_at_zero torch.bfloat16", "orthogonal_at_one torch.float32",
         "orthogonal_at_one torch.bfloat16", "orthogonal_at_one torch.float64", "gradients ",
         "cached_decoding torch.float32", "cached_decoding torch.bfloat16", "causality ", "fast_paths torch.float32",
-        "fast_paths torch.bfloat16",
+        "memory_neutral torch.float32", "fast_paths torch.bfloat16", "memory_neutral torch.bfloat16",
     ]  # fmt: skip
     assert list(check.all_checks(compiled=True)) == [*plain, "compiled_paths "]

@@ -12,16 +12,21 @@ import torch
 
 from xsalab.experiment import fingerprint as module
 from xsalab.experiment.fingerprint import code_digest, environment, machine
+from xsalab.model import native
 from xsalab.train import TrainConfig
 
 
 def test_software_device_threads_and_kernel_are_named() -> None:
     """F169: each of them, by itself, makes another record."""
+    native.load()
     record = environment(TrainConfig(threads=2), "bfloat16", compiled=False)
     assert record["torch"] == torch.__version__
     assert record["python"] == platform.python_version()
-    assert (record["threads"], record["kernel"]) == (2, "sdpa, eager, bfloat16")
-    assert environment(TrainConfig(attention="explicit"), "float32", True)["kernel"] == "explicit, compiled, float32"
+    assert (record["threads"], record["kernel"]) == (2, f"auto, eager, bfloat16, {native.instructions()}")
+    compiled = environment(TrainConfig(attention="explicit"), "float32", True)
+    assert compiled["kernel"] == "explicit, compiled, float32, plain", "whatever else the process has loaded"
+    with native.plain():
+        assert environment(TrainConfig(), "bfloat16", False)["kernel"] == "auto, eager, bfloat16, plain"
     json.dumps(record)
 
 
