@@ -31,7 +31,7 @@ from xsalab.interop.export import export, write_folder
 from xsalab.interop.export_code import flatten
 from xsalab.interop.export_tokenizer import TEMPLATE, nanochat_tokenizer
 from xsalab.interop.nanochat import NanochatTokenizer, read_checkpoint
-from xsalab.model import GPT, native, ModelConfig, VariantChoice
+from xsalab.model import GPT, ModelConfig, VariantChoice, native
 from xsalab.model.variant import VARIANTS
 from xsalab.train.checkpoint import load_tensors, save_tensors
 

@@ -156,8 +156,8 @@ Width {config.width}, heads {config.heads}, context {config.context}, tokens {co
 ## What to know
 
 - The code in this folder is the network itself; torch and transformers are all that it needs. Licence of the code:
-  LICENSE. Logits equal those of the run, in PyTorch and without C++ kernels, to the last bit on the same machine with the
-  same number of threads.
+  LICENSE. Logits equal those of the run, in PyTorch and without C++ kernels, to the last bit on the same machine with
+  the same number of threads.
 - `tokenizer(text)` puts <|bos|> in front, once. Text that looks like a special token becomes one, as with every
   tokenizer of transformers, unless it is called with `split_special_tokens=True`.{_CHAT_NOTE if chat else ""}
 - Padding may stand on either side. The cache is the model's own: no static or quantized cache, and no assisted
