@@ -37,7 +37,8 @@ def compile_for_hopper(
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(options))
     binary = folder / "kernel.cubin"
     binary.write_bytes(found.asm["cubin"])
-    words = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
+    tool = triton.knobs.nvidia.cuobjdump.path  # pyright: ignore[reportAttributeAccessIssue]
+    words = [tool, "--dump-resource-usage", str(binary)]
     usage = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.findall(rf"{what}:(\d+)", usage)[-1]) for what in ("REG", "STACK"))
     return Compiled(set(re.findall(r"(?:ld|st)\.global\S*", found.asm["ptx"])), registers, stack)

@@ -32,12 +32,11 @@ SHAPES = {  # b, t, s, h, g, d, window
 }
 
 
-def inputs(b: int, t: int, s: int, h: int, g: int, d: int) -> list[Tensor]:
+def inputs(b: int, t: int, s: int, h: int, g: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(t + s + h)
-    return [
-        torch.randn((b, n, heads, d), generator=draw).bfloat16().requires_grad_()
-        for n, heads in ((t, h), (s, g), (s, g))
-    ]
+    shapes = ((b, t, h, d), (b, s, g, d), (b, s, g, d))
+    q, k, v = (torch.randn(shape, generator=draw).bfloat16().requires_grad_() for shape in shapes)
+    return q, k, v
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -48,7 +47,8 @@ def both(shape: str, alpha: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
     """Output and gradients of q, k, v and α: of the kernel, and of the oracle in float32 of the same numbers."""
     b, t, s, h, g, d, window = SHAPES[shape]
     low = inputs(b, t, s, h, g, d)
-    high = [x.detach().float().requires_grad_() for x in low]
+    q, k, v = (x.detach().float().requires_grad_() for x in low)
+    high = (q, k, v)
     strengths = [] if alpha is None else [alpha.clone().requires_grad_(), alpha.clone().requires_grad_()]
     got = attention(*low, window, strengths[0] if strengths else None)
     want = explicit(*high, window)

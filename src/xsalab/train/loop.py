@@ -175,7 +175,7 @@ def _sent(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens.to(device)
 
 
-def global_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+def global_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The 2-norm over all of them, () in float32; 0 where there are none."""
     if not gradients:
         return torch.zeros(())
