@@ -1,12 +1,24 @@
-"""Compiles a Triton kernel for an H100 on a machine without a GPU, and reads what came out."""
+"""Triton without a GPU: tests under its interpreter, and a kernel compiled for an H100 with what came out."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
+
+
+def run_under_the_interpreter(file: str) -> None:
+    """The tests of ``file`` in a process with TRITON_INTERPRET=1, none of them skipped."""
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-rs", file]
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    root = Path(__file__).parents[1]
+    ran = subprocess.run(words, cwd=root, env=env, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
+    assert "runs in the process" not in ran.stdout, "none is skipped there"
 
 
 class Compiled(NamedTuple):

@@ -5,9 +5,6 @@ In a process of their own, as those of test_exclude_triton.py.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from triton_compiled import compile_for_hopper
+from triton_compiled import compile_for_hopper, run_under_the_interpreter
 from xsalab.model import exclude_triton, head_triton
 from xsalab.model.head import token_nats
 from xsalab.model.head_triton import head_nats, head_nats_and_gradients
@@ -31,12 +28,7 @@ inside = pytest.mark.skipif(not INSIDE, reason="runs in the process that test_al
 @pytest.mark.slow
 def test_all_of_them_under_the_interpreter() -> None:
     """Every test below, in a process with TRITON_INTERPRET=1."""
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-rs", __file__]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    ran = subprocess.run(words, cwd=root, env=env, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
-    assert "runs in the process" not in ran.stdout, "none is skipped there"
+    run_under_the_interpreter(__file__)
 
 
 @installed

@@ -38,8 +38,6 @@ constexpr long QUERY_BLOCK = 512;  // over so many queries
 constexpr float LOG2E = 1.44269504f;
 constexpr float TINY = std::numeric_limits<float>::min();
 
-long up(long n) { return (n + TILE - 1) / TILE * TILE; }
-
 // One head of one row: entry (t, d) lies at data[t * stride + d].
 struct Head {
   bf16* data;
@@ -118,10 +116,10 @@ __mmask16 lanes(long position, long low, long high) {
 void attend_block(const Shape& n, long start, Head q, const bf16* key_panels, const bf16* value_panels, Head v,
                   const float* alpha, Head z, float* log_total, float* ratio, bf16* query, float* score, bf16* weight,
                   float* y) {
-  const long size = n.size, padded = up(n.keys), rows = std::min(TILE, n.queries - start);
+  const long size = n.size, padded = up_to_tiles(n.keys), rows = std::min(TILE, n.queries - start);
   const long first = n.first + start, last = first + rows - 1;  // positions
   const float scale = LOG2E / std::sqrt(float(size));
-  const long from = std::max(0L, first - n.window) / TILE * TILE, to = std::min(padded, up(last + 1));
+  const long from = std::max(0L, first - n.window) / TILE * TILE, to = std::min(padded, up_to_tiles(last + 1));
   gather({q.row(start), q.stride}, rows, TILE, size, query);
   float top[TILE], total[TILE];
   std::fill(top, top + TILE, -INFINITY);
@@ -189,7 +187,7 @@ std::tuple<Tensor, Tensor, Tensor> attention(const Tensor& q, const Tensor& k, c
   Tensor ratio = at::empty({alpha ? n.batch : 0, n.heads, n.queries}, floats);
   const float* strengths = alpha ? alpha->const_data_ptr<float>() : nullptr;
   float *totals = log_total.data_ptr<float>(), *ratios = ratio.data_ptr<float>();
-  const long padded = up(n.keys), size = n.size;
+  const long padded = up_to_tiles(n.keys), size = n.size;
   at::parallel_for(0, n.batch * n.groups, 1, [&](long begin, long end) {
     Tiles tiles;
     Scratch<bf16> rows(padded * size), key_panels(padded * size), value_panels(padded * size);
@@ -291,7 +289,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad
   const float* strengths = alpha ? alpha->const_data_ptr<float>() : nullptr;
   const float *totals = log_total.const_data_ptr<float>(), *ratios = ratio.const_data_ptr<float>();
   float* alphas = grad_alpha.data_ptr<float>();
-  const long size = n.size, keys = up(n.keys), queries = up(n.queries), stride = QUERY_BLOCK + 32, across = keys + 32;
+  const long size = n.size, keys = up_to_tiles(n.keys), queries = up_to_tiles(n.queries);
+  const long stride = QUERY_BLOCK + 32, across = keys + 32;
   at::parallel_for(0, n.batch * n.groups, 1, [&](long begin, long end) {
     Tiles tiles;
     Scratch<bf16> key(keys * size), value(keys * size), key_across(size * across), query(queries * size);
@@ -330,13 +329,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad
           const long q_end = std::min(qb + QUERY_BLOCK, queries);
           // the keys that any of these queries sees
           const long low = std::max(0L, n.first + qb - n.window) / TILE * TILE;
-          const long high = std::min(keys, up(n.first + q_end));
+          const long high = std::min(keys, up_to_tiles(n.first + q_end));
           for (long kb = low; kb < high; kb += KEY_BLOCK) {
             const long k_end = std::min(kb + KEY_BLOCK, high);
             // Keys outside, queries inside: the keys' rows stay in the L1 cache and the queries' panels stream past.
             for (long j = kb; j < k_end; j += TILE) {
               const long q_from = std::max(qb, std::max(0L, j - n.first) / TILE * TILE);
-              const long q_to = std::min(q_end, up(j + TILE + n.window - n.first));
+              const long q_to = std::min(q_end, up_to_tiles(j + TILE + n.window - n.first));
               for (long i = q_from; i < q_to; i += TILE) {
                 product(key + j * size, size, query_down + i * size, size, score, TILE, false);
                 product(value + j * size, size, gy_down + i * size, size, grad_weight, TILE, false);
@@ -353,7 +352,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward(const Tensor& grad
             for (long d = 0; d < size; d += TILE)
               for (long i = qb; i < q_end; i += TILE) {
                 const long k_from = std::max(kb, std::max(0L, n.first + i - n.window) / TILE * TILE);
-                const long k_to = std::min(k_end, up(n.first + i + TILE));
+                const long k_to = std::min(k_end, up_to_tiles(n.first + i + TILE));
                 if (k_from < k_to)
                   product(key_across + d * across + k_from, across,
                           panel + (i - qb) * KEY_BLOCK + (k_from - kb) * TILE, k_to - k_from, sum_q + d * queries + i,

@@ -42,8 +42,6 @@ constexpr long KEPT_BYTES = 16L << 20;  // of u for one block of tokens
 constexpr long SUMS_BYTES = 8L << 20;   // of dx in float32, all pieces together
 constexpr float LOG2E = 1.44269504f;
 
-long up(long x) { return (x + TILE - 1) / TILE * TILE; }
-
 // One tile, ``s`` (32 words × 32 tokens) of products: adds e to the tokens' sums; writes u as it is to ``by_word``
 // (rows ``distance`` apart), and turned over to ``by_token`` (rows ROWS apart). From ``words`` on it is padding: u = 0.
 template <bool GRADIENTS>
@@ -112,7 +110,7 @@ struct Head {
   Scratch<bf16> rows{block * width};    // the block's tokens
   Scratch<bf16> panels{block * width};  // of xᵀ for the logits, 32 tokens each
   Scratch<float> sums{pieces * block};  // Σ e
-  Scratch<bf16> kept{grad_x ? up(vocabulary) * kept_row : 0};  // u, word by word
+  Scratch<bf16> kept{grad_x ? up_to_tiles(vocabulary) * kept_row : 0};  // u, word by word
   Scratch<float> sums_x{grad_x ? pieces * block * width : 0};  // u W, in tiles of 32 tokens × 32 columns
   Scratch<bf16> scaled{grad_x ? block * width : 0};            // 4 scale / S · x
   Scratch<bf16> scaled_panels{grad_x ? block * width : 0};     // of it for dW, 32 columns each
@@ -122,7 +120,7 @@ struct Head {
   float* tile_x(long piece, long t0, long c) { return sums_x + (piece * block + t0) * width + c * TILE; }
 
   std::pair<long, long> words_of(long piece) const {
-    const long tiles = up(vocabulary) / TILE;
+    const long tiles = up_to_tiles(vocabulary) / TILE;
     return {tiles * piece / pieces * TILE, tiles * (piece + 1) / pieces * TILE};
   }
 
@@ -137,7 +135,7 @@ struct Head {
 
   void run() {
     for (long first = 0; first < long(token.size()); first += block) {
-      const long count = std::min(block, long(token.size()) - first), groups = up(count) / TILE;
+      const long count = std::min(block, long(token.size()) - first), groups = up_to_tiles(count) / TILE;
       parallel(groups, [&](long group) { gather(first, count, group * TILE); });
       parallel(pieces, [&](long piece) { grad_x ? logits<true>(count, piece) : logits<false>(count, piece); });
       parallel(groups, [&](long group) { finish(first, count, group * TILE); });
@@ -160,7 +158,7 @@ struct Head {
     Scratch<float> s(TILE * TILE);
     const auto [begin, end] = words_of(piece);
     float* total = sums + piece * block;
-    std::fill(total, total + up(count), 0.f);
+    std::fill(total, total + up_to_tiles(count), 0.f);
     for (long v0 = begin; v0 < end; v0 += ROWS) {
       const long filled = std::min(ROWS, end - v0), words = std::min(filled, vocabulary - v0);
       narrow_rows(weight + v0 * width, words, filled, width, w);
@@ -217,7 +215,8 @@ struct Head {
       const bool whole = v + TILE <= vocabulary;
       float* out = whole ? grad_weight + v * width : ragged;
       for (long c = 0; c < width; c += TILE)
-        product(kept + v * kept_row, kept_row, scaled_panels + c * block, up(count), out + c, width, whole && first);
+        product(kept + v * kept_row, kept_row, scaled_panels + c * block, up_to_tiles(count), out + c, width,
+                whole && first);
       for (long i = 0; !whole && i < (vocabulary - v) * width; i++)
         grad_weight[v * width + i] = ragged[i] + (first ? grad_weight[v * width + i] : 0);
     }
@@ -266,8 +265,8 @@ Tensor run(const Tensor& x, const Tensor& weight, const Tensor& targets, const s
     if (count < n) grad_x->zero_();
     grad_weight->slice(0, count ? vocabulary : 0).zero_();
   }
-  const long pieces = std::min<long>(at::get_num_threads(), up(vocabulary) / TILE);
-  const long fits = std::min(KEPT_BYTES / (2 * up(vocabulary)), SUMS_BYTES / (4 * width * pieces)) / TILE * TILE;
+  const long pieces = std::min<long>(at::get_num_threads(), up_to_tiles(vocabulary) / TILE);
+  const long fits = std::min(KEPT_BYTES / (2 * up_to_tiles(vocabulary)), SUMS_BYTES / (4 * width * pieces)) / TILE * TILE;
   Head{
       .x = (const bf16*)x.const_data_ptr(),
       .weight = weight.const_data_ptr<float>(),
@@ -278,7 +277,7 @@ Tensor run(const Tensor& x, const Tensor& weight, const Tensor& targets, const s
       .width = width,
       .vocabulary = vocabulary,
       .pieces = pieces,
-      .block = std::clamp(std::min(fits, up(count)), TILE, LARGEST_BLOCK),
+      .block = std::clamp(std::min(fits, up_to_tiles(count)), TILE, LARGEST_BLOCK),
       .nats = nats.mutable_data_ptr<float>(),
       .grad_x = grad_x ? (bf16*)grad_x->mutable_data_ptr() : nullptr,
       .grad_weight = grad_weight ? grad_weight->mutable_data_ptr<float>() : nullptr,

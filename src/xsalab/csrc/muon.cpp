@@ -25,8 +25,8 @@ struct Settings {
 // Momentum (in place) and Nesterov's direction u of it, laid wide into x. Returns the factor that brings x to the start
 // of the iteration. ``by_row``: every row is scaled to the rows' root-mean-square size first.
 float before(float* momentum, const float* gradient, const Shape& shape, const Settings& set, bool by_row, bf16* x) {
-  const long width = padded(shape.columns);
-  std::vector<double> squares(padded(shape.rows)), scaled(padded(shape.rows));
+  const long width = up_to_tiles(shape.columns);
+  std::vector<double> squares(up_to_tiles(shape.rows)), scaled(up_to_tiles(shape.rows));
   for_blocks(shape, [&](long first, float* rows) {
     const __m512 share = set1(1 - set.momentum);
     for (long r = 0; r < BLOCK; r++) {
@@ -99,7 +99,7 @@ void reduce(const bf16* x, const Shape& shape, float beta2, float* variance, flo
 // W ← W · keep − rate · u. With ``factors`` (of reduce) the decay is cautious: keep is 1 − rate · decay where u · W ≥ 0 and 1
 // elsewhere. Without, it is torch.optim.Muon's: 1 − decay at the rate before the factor of the shape.
 void after(float* weight, const bf16* x, const Shape& shape, const Settings& set, const float* factors) {
-  const long width = padded(shape.columns);
+  const long width = up_to_tiles(shape.columns);
   const float rate = set.rate * std::sqrt(std::max(1.0, double(shape.rows) / shape.columns));
   const __m512 one = set1(1), keep = set1(1 - (factors ? rate : set.rate) * set.decay);
   for_blocks(shape, [&](long first, float* rows) {

@@ -20,9 +20,9 @@ at::Tensor polar_stack(const at::Tensor& g, at::ArrayRef<double> coefficients, d
   if (!source.numel()) return result;
   const bf16* from = (const bf16*)source.const_data_ptr();
   bf16* to = (bf16*)result.mutable_data_ptr();
-  const long size = shape.rows * shape.columns, width = padded(shape.columns);
+  const long size = shape.rows * shape.columns, width = up_to_tiles(shape.columns);
   for_matrices(std::vector<Shape>(source.size(0), shape), [&](long index, PolarSpace& space) {
-    std::vector<float> squares(padded(shape.rows));  // of the rows: added in one order whatever the threads
+    std::vector<float> squares(up_to_tiles(shape.rows));  // of the rows: added in one order whatever the threads
     for_blocks(shape, [&](long first, float* rows) {
       for (long r = 0; r < BLOCK; r++) {
         __m512 sum = set1(0);

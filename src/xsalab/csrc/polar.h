@@ -27,14 +27,12 @@ namespace xsalab {
 
 constexpr long PIECE = 512;  // rows of a panel that are packed at once
 
-inline long padded(long size) { return (size + TILE - 1) / TILE * TILE; }
-
 // A matrix as it is stored, and the sizes of its wide, padded form.
 struct Shape {
   long rows, columns;
   bool tall() const { return rows > columns; }
-  long m() const { return padded(std::min(rows, columns)); }
-  long n() const { return padded(std::max(rows, columns)); }
+  long m() const { return up_to_tiles(std::min(rows, columns)); }
+  long n() const { return up_to_tiles(std::max(rows, columns)); }
   double cost() const { return double(m()) * m() * (1.5 * n() + 0.5 * m()); }
 };
 
@@ -131,13 +129,13 @@ inline void polar_factor(PolarSpace& space, long m, long n, float scale, at::Arr
   }
 }
 
-// ---- to the wide form and back, 16 rows of the stored matrix at a time: ``rows`` is 16 × padded(columns) float32
+// ---- to the wide form and back, 16 rows of the stored matrix at a time: ``rows`` is 16 × up_to_tiles(columns) float32
 
 constexpr long BLOCK = 16;
 
 // Rows first to first + 15, where those that are not there are zero, go to x.
 inline void place(const float* rows, const Shape& shape, long first, bf16* x) {
-  const long width = padded(shape.columns), n = shape.n();
+  const long width = up_to_tiles(shape.columns), n = shape.n();
   for (long j = 0; j < width; j += 16) {
     __m512i values[16];
     for (long r = 0; r < 16; r++) values[r] = _mm512_loadu_si512(rows + r * width + j);
@@ -148,7 +146,7 @@ inline void place(const float* rows, const Shape& shape, long first, bf16* x) {
 }
 
 inline void take(const bf16* x, const Shape& shape, long first, float* rows) {
-  const long width = padded(shape.columns), n = shape.n();
+  const long width = up_to_tiles(shape.columns), n = shape.n();
   for (long j = 0; j < width; j += 16) {
     __m512i values[16];
     const bf16* corner = shape.tall() ? x + j * n + first : x + first * n + j;
@@ -161,8 +159,8 @@ inline void take(const bf16* x, const Shape& shape, long first, float* rows) {
 // body(first, rows) for every block of 16 rows of the padded matrix.
 template <class Body>
 inline void for_blocks(const Shape& shape, const Body& body) {
-  at::parallel_for(0, padded(shape.rows) / BLOCK, 8, [&](int64_t begin, int64_t end) {
-    Scratch<float> rows(BLOCK * padded(shape.columns));
+  at::parallel_for(0, up_to_tiles(shape.rows) / BLOCK, 8, [&](int64_t begin, int64_t end) {
+    Scratch<float> rows(BLOCK * up_to_tiles(shape.columns));
     for (int64_t block = begin; block < end; block++) body(block * BLOCK, rows);
   });
 }

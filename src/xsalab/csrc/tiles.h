@@ -25,6 +25,8 @@ namespace xsalab {
 using bf16 = uint16_t;
 constexpr long TILE = 32;
 
+inline long up_to_tiles(long size) { return (size + TILE - 1) / TILE * TILE; }
+
 // ---- vectors of 16
 
 inline __m512 load(const bf16* p) {

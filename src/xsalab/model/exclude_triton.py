@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .native import with_rows
+
 INSTALLED = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own switch: kernels run in Python, on any device
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -65,7 +67,7 @@ def exclude_backward(
     "xsalab::exclude_triton", mutates_args=(), schema="(Tensor y, Tensor v, Tensor? alpha, float strength) -> Tensor"
 )
 def _exclude(y: Tensor, v: Tensor, alpha: Tensor | None, strength: float) -> Tensor:
-    y, v = _rows(y), _rows(v)
+    y, v = with_rows(y), with_rows(v)
     z = y.new_empty(y.shape)
     with torch.cuda.device_of(y):  # Triton launches on the current device
         _kernel("forward")[_grid(v)](y, v, alpha, z, strength, *_numbers(y, v, alpha), **_sizes(y, v))
@@ -86,7 +88,7 @@ def _(y: Tensor, v: Tensor, alpha: Tensor | None, strength: float) -> Tensor:
 def _exclude_backward(
     grad: Tensor, y: Tensor, v: Tensor, alpha: Tensor | None, strength: float, with_z: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grad, y, v = _rows(grad), _rows(y), _rows(v)
+    grad, y, v = with_rows(grad), with_rows(y), with_rows(v)
     grad_y, grad_v, parts, z = found = _gradients(y, v, alpha, with_z)
     numbers = (*_numbers(y, v, alpha), *grad.stride()[:3])
     with torch.cuda.device_of(y):
@@ -108,11 +110,6 @@ def _gradients(y: Tensor, v: Tensor, alpha: Tensor | None, with_z: bool) -> tupl
     blocks = 0 if alpha is None else _blocks(v)
     parts = torch.empty((blocks, y.shape[2]), dtype=torch.float32, device=y.device)
     return y.new_empty(y.shape), v.new_empty(v.shape), parts, y.new_empty(y.shape if with_z else 0)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """Any strides will do but of the last axis."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _power_of_two(n: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .native import AFTER_LOADING, takes
+from .native import AFTER_LOADING, takes, with_rows
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -30,12 +30,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int, alpha: float | Tenso
     """
     if alpha is not None:
         strengths = torch.as_tensor(alpha, dtype=torch.float32).expand(q.shape[2]).contiguous()
-        return _Attention.apply(_rows(q), _rows(k), _rows(v), window, strengths)
-    return _Attention.apply(_rows(q), _rows(k), _rows(v), window, None)
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+        return _Attention.apply(with_rows(q), with_rows(k), with_rows(v), window, strengths)
+    return _Attention.apply(with_rows(q), with_rows(k), with_rows(v), window, None)
 
 
 class _Attention(torch.autograd.Function):
@@ -49,7 +45,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         *saved, alpha = ctx.saved_tensors
-        gq, gk, gv, galpha = torch.ops.xsalab.attention_backward(_rows(grad), *saved, ctx.window, alpha)
+        gq, gk, gv, galpha = torch.ops.xsalab.attention_backward(with_rows(grad), *saved, ctx.window, alpha)
         return gq, gk, gv, None, None if alpha is None else galpha
 
 

@@ -1,7 +1,8 @@
 """The C++ kernels of csrc/: built on first use, proven in a process of their own, kept; or why PyTorch does the work.
 
 A fast path asks ``takes(tensors)`` and else goes the plain way, which stays the oracle. ``load`` is called where a
-model in bfloat16 is made; ``takes`` itself never builds, so that a compiled graph sees a constant.
+model in bfloat16 is made, and where one of any dtype generates; ``takes`` itself never builds, so that a compiled graph
+sees a constant.
 ``XSALAB_PLAIN=1`` in the environment, or ``with plain():``, switches all of them off.
 """
 
@@ -37,6 +38,11 @@ _switched_on: bool = True
 def takes(*tensors: Tensor) -> bool:
     """Whether the kernels are there, switched on, and these are bfloat16 tensors of the CPU."""
     return _loaded and _switched_on and all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in tensors)
+
+
+def with_rows(x: Tensor) -> Tensor:
+    """x, or a copy where its last axis is strided: kernels take any strides but there."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def reason() -> str:

@@ -24,7 +24,7 @@ from .attend import Attend
 from .exclude_triton import available, exclude_backward, exclude_forward
 from .layers import Linear
 from .linear import input_gradient, linear, served, weight_gradient
-from .native import AFTER_LOADING, takes
+from .native import AFTER_LOADING, takes, with_rows
 from .strength import Strength
 from .variant import QKV, Site, Variant, variant
 
@@ -119,11 +119,6 @@ def _by_kernel(y: Tensor, v: Tensor) -> bool:
     return takes(y, v) and y.shape[-1] % 32 == 0 and y.shape[-1] <= WIDEST
 
 
-def _rows(x: Tensor) -> Tensor:
-    """The kernel takes any strides but of the last axis."""
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _by_block(y: Tensor) -> bool:
     return y.device.type == "cpu" and y.element_size() == 2 and y.numel() > BLOCK and not torch.compiler.is_compiling()
 
@@ -138,7 +133,7 @@ def _forward(y: Tensor, v: Tensor, alpha: float | Tensor) -> Tensor:
     if available(y):
         return exclude_forward(y, v, alpha)
     if _by_kernel(y, v):
-        return torch.ops.xsalab.exclude(_rows(y), _rows(v), torch.as_tensor(alpha, dtype=torch.float32))
+        return torch.ops.xsalab.exclude(with_rows(y), with_rows(v), torch.as_tensor(alpha, dtype=torch.float32))
     if not _by_block(y):
         return _plain(y, v, alpha)
     z = y.new_empty(y.shape)
@@ -153,7 +148,7 @@ def _backward(grad: Tensor, y: Tensor, v: Tensor, alpha: float | Tensor, with_z:
         return exclude_backward(grad, y, v, alpha, with_z)
     if _by_kernel(y, v):
         strength = torch.as_tensor(alpha, dtype=torch.float32)
-        return torch.ops.xsalab.exclude_backward(_rows(grad), _rows(y), _rows(v), strength, with_z)
+        return torch.ops.xsalab.exclude_backward(with_rows(grad), with_rows(y), with_rows(v), strength, with_z)
     if not _by_block(y):
         return _plain_backward(grad, y, v, alpha, with_z)
     outputs = [y.new_empty(y.shape), v.new_empty(v.shape), *([y.new_empty(y.shape)] if with_z else [])]
