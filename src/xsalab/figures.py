@@ -82,9 +82,10 @@ class Colours:
     @classmethod
     def of(cls, baseline: str, arms: Iterable[str]) -> Colours:
         """The baseline is the first colour, the controls are grey, the others follow in order."""
-        others = [arm for arm in arms if arm not in (baseline, "null", "positive", "twin")]
+        controls = [arm for arm in arms if arm.partition("@")[0] in ("null", "positive", "twin")]
+        others = [arm for arm in arms if arm != baseline and arm not in controls]
         found = {arm: f"c{1 + i % 5}" for i, arm in enumerate(others)}
-        return cls({baseline: "c0", "null": "grey", "positive": "grey", "twin": "grey", **found})
+        return cls({baseline: "c0", **dict.fromkeys(controls, "grey"), **found})
 
     def __getitem__(self, arm: str) -> str:
         return self.by_arm.get(arm, "c1")

@@ -30,6 +30,7 @@ from .factors import Factor
 if TYPE_CHECKING:
     from .command import Command
     from .downstream import Downstream
+    from .mechanism import DiagnoseConfig
 
 CONTROLS = ("null", "positive", "twin")
 SECTIONS: dict[str, type] = {
@@ -73,12 +74,15 @@ class Primary:
 
 @config
 class Controls:
-    """Which controls run beside the arms."""
+    """Which controls run beside the arms. ``also``: arms that get a null and a positive control besides the baseline,
+    such as the standard arm under another optimizer; theirs are named "null@ARM" and "positive@ARM".
+    """
 
     null: bool = True
     positive: Mapping[str, Any] = field(default_factory=dict[str, Any])  # dotted field -> value known to hurt
     twin: bool = True
     timing: bool = True
+    also: tuple[str, ...] = ()
 
 
 @config
@@ -117,6 +121,7 @@ class Arm:
     """One setting under test: a variant and the fields that it sets by dotted name, its declared factors.
 
     steps: point -> number of steps, where this is another complete run of the arm ``of``; empty: as the point says.
+    of: that arm, or the one that this is a control of; empty: the baseline.
     against: the arm that it is compared with at equal time.
     words: the arm in words, where its fields do not say it.
     """
@@ -131,7 +136,13 @@ class Arm:
 
     @property
     def is_control(self) -> bool:
-        return self.name in CONTROLS
+        return self.control != ""
+
+    @property
+    def control(self) -> str:
+        """ "null", "positive" or "twin"; empty where the arm is under test."""
+        kind = self.name.partition("@")[0]
+        return kind if kind in CONTROLS else ""
 
     @property
     def factors(self) -> tuple[str, ...]:
@@ -230,6 +241,7 @@ class Experiment:
     command: Command | None = None  # of ``engine = "command"``: what is run; None: our own engine
     metric: Metric = field(default_factory=Metric)
     downstream: Downstream | None = None  # what is asked of the runs after training; None: nothing
+    diagnose: DiagnoseConfig | None = None  # what is measured inside the runs; None: nothing
 
     @property
     def engine(self) -> str:
@@ -305,9 +317,9 @@ def contrasts(experiment: Experiment) -> list[Contrast]:
     for point in experiment.points:
         found += [Contrast(point.name, arm, base, "effect", (arm, base) == declared) for arm, base in wanted]
         found += [
-            Contrast(point.name, control, experiment.baseline, control)
-            for control in ("null", "positive")
-            if control in experiment.arms
+            Contrast(point.name, arm.name, arm.of or experiment.baseline, arm.control)
+            for arm in experiment.arms.values()
+            if arm.control in ("null", "positive")
         ]
         for arm in experiment.arms.values():
             if (

@@ -17,6 +17,7 @@ import torch
 
 from ..config import digest, dump
 from ..data import Corpus, batch_at, prepare
+from ..eval.diagnostics import validation_rows
 from ..eval.validation import check_evaluation
 from ..files import make_folder, write_atomic
 from .command_run import CommandTask
@@ -57,6 +58,8 @@ def begin_experiment(
             except ValueError as error:
                 raise ValueError(f"{experiment.path}: train.batch_tokens = {c.train.batch_tokens}: {error}") from None
             check_evaluation(corpus, c.eval, context)
+            if experiment.diagnose:
+                validation_rows(corpus, c.eval, context, experiment.diagnose.rows)
         packed.append({"folder": corpus.folder.name, "manifest": corpus.manifest, "contexts": contexts})
         corpora.append(corpus)
     write_atomic(store.folder / "corpora.json", json.dumps(packed, indent=1, ensure_ascii=False))
@@ -91,7 +94,16 @@ def tasks(experiment: Experiment, out: Path, trackers: Sequence[str] = ()) -> li
             found.append(CommandTask(cell, run, store.run(cell).path, where, experiment.path, minutes, partners))
             continue
         found.append(
-            RunTask(cell, resolve(experiment, cell), store.run(cell).path, out, plugins, partners, tuple(trackers))
+            RunTask(
+                cell,
+                resolve(experiment, cell),
+                store.run(cell).path,
+                out,
+                plugins,
+                partners,
+                tuple(trackers),
+                experiment.diagnose,
+            )
         )
     return found
 

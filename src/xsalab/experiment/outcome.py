@@ -358,6 +358,11 @@ def plus_minus(mean: float, half_width: float | None) -> str:
     return f"{mean:+.{places}f} ± {half_width:.{places}f}".replace("-", "−")
 
 
+def _of(row: Mapping[str, Any], content: Mapping[str, Any]) -> str:
+    """ "of ARM ", where a control is not that of the baseline."""
+    return "" if row["baseline"] == content["baseline"] else f"of {row['baseline']} "
+
+
 def _warnings(content: Mapping[str, Any]) -> list[str]:
     """What a reader must know before believing the table."""
     found = []
@@ -366,8 +371,8 @@ def _warnings(content: Mapping[str, Any]) -> list[str]:
         verdict = row.get("verdict", {}).get("word")
         if row["kind"] == "positive" and verdict is not None and verdict != "worse":
             found.append(
-                f"{where}the positive control came out {verdict}, not worse: this experiment is too small "
-                "to find a change that is known to hurt, and its other verdicts say little"
+                f"{where}the positive control {_of(row, content)}came out {verdict}, not worse: this experiment is too "
+                "small to find a change that is known to hurt, and its other verdicts say little"
             )
         if row["unfinished"]:
             found.append(f"{where}{row['name']}: seeds {row['unfinished']} are not finished")

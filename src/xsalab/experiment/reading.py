@@ -39,11 +39,12 @@ from .design import (
 )
 from .downstream import TABLES, read_downstream
 from .factors import Crossing, cross
+from .mechanism import DiagnoseConfig
 
 LEAST_ROWS = 4  # of a batch, for the null control to have an order to change
 TOP_LEVEL = (
     "name", "engine", "seeds", "baseline", "primary", "controls", "equal_time", "points", "arms", "factors", "plugins",
-    *SECTIONS, *TABLES,
+    "diagnose", *SECTIONS, *TABLES,
 )  # fmt: skip
 RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 
@@ -89,7 +90,15 @@ def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool =
         controls, further = command_controls(_table(tables, "controls", path), arms[baseline], f"{path}: controls")
     else:
         controls = build(Controls, _table(tables, "controls", path), f"{path}: controls")
+        if unknown := [arm for arm in controls.also if arm not in arms or arm == baseline]:
+            others = ", ".join(arm for arm in arms if arm != baseline) or "none"
+            raise ValueError(
+                f"{path}: controls.also = {list(controls.also)}: {unknown[0]!r} is no other arm than the baseline; "
+                f"arms: {others}"
+            )
         further = _control_arms(controls, arms[baseline])
+        for arm in controls.also:
+            further |= _control_arms(dataclasses.replace(controls, twin=False), arms[arm], arm)
     arms |= further
     primary = _primary(tables, path, command)
     plugins = tables.get("plugins", [])
@@ -102,6 +111,7 @@ def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool =
         crossing.factors, crossing.levels, build(EqualTime, _table(tables, "equal_time", path), f"{path}: equal_time"),
         command=command, metric=command.metric_of(primary.metric) if command else Metric(),
         downstream=None if command else read_downstream(tables, path),
+        diagnose=None if command else _diagnose(tables, path),
     )  # fmt: skip
     if experiment.equal_time.rerun and not controls.timing:
         raise ValueError(f"{path}: equal_time.rerun = true needs the step times: set controls.timing = true")
@@ -133,6 +143,13 @@ def _primary(tables: Mapping[str, Any], path: Path, command: Command | None) -> 
     if not command and primary.absolute:
         raise ValueError(f'{path}: primary: absolute = true: for engine = "command" alone; give a share of the bpb')
     return primary
+
+
+def _diagnose(tables: Mapping[str, Any], path: Path) -> DiagnoseConfig | None:
+    """``[diagnose]``: what is measured inside the runs; None where it is not there."""
+    if "diagnose" not in tables:
+        return None
+    return build(DiagnoseConfig, _table(tables, "diagnose", path), f"{path}: diagnose")
 
 
 def _crossing(tables: Mapping[str, Any], points: Sequence[Point], path: Path, command: Command | None) -> Crossing:
@@ -247,12 +264,12 @@ def _arm(name: str, table: Any, path: Path, command: Command | None) -> Arm:
     return Arm(name, VariantChoice(variant, str(layers), options), tuple(sets))
 
 
-def _control_arms(controls: Controls, baseline: Arm) -> dict[str, Arm]:
+def _control_arms(controls: Controls, baseline: Arm, of: str = "") -> dict[str, Arm]:
     found: dict[str, Arm] = {}
-    if controls.null:
-        found["null"] = Arm("null", baseline.variant, (*baseline.sets, ("train.permute_rows", True)))
-    if controls.positive:
-        found["positive"] = Arm("positive", baseline.variant, (*baseline.sets, *flat(controls.positive)))
+    at = f"@{of}" if of else ""
+    for name, sets in (("null", [("train.permute_rows", True)]), ("positive", flat(controls.positive))):
+        if getattr(controls, name):
+            found[name + at] = Arm(name + at, baseline.variant, (*baseline.sets, *sets), of=of)
     if controls.twin:
         found["twin"] = Arm("twin", baseline.variant, baseline.sets)
     return found

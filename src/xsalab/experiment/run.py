@@ -34,6 +34,7 @@ from .command_run import CommandTask, run_command
 from .design import Cell, RunConfig, config_differences
 from .fingerprint import fingerprint, state_digest
 from .hooks import Checkpoints, Metrics, Report, Validation
+from .mechanism import DiagnoseConfig, Diagnosis
 from .pairing import describe, mismatch
 from .plugins import PLUGIN, import_plugins
 from .store import MetricsLog, RunFolder
@@ -54,6 +55,7 @@ class RunTask:
     plugins: tuple[tuple[str, str], ...] = ()  # (name, text) of the variants' files
     partners: tuple[tuple[Path, tuple[str, ...]], ...] = ()  # runs of this point and seed, and the declared factors
     trackers: tuple[str, ...] = ()
+    diagnose: DiagnoseConfig | None = None
 
     @property
     def threads(self) -> int:
@@ -126,7 +128,10 @@ def run_cell(task: RunTask | CommandTask, event: Event = lambda cell, content: N
             lambda model: evaluate(model, corpus, config.eval),
             begin=begin,
             event=lambda content: event(task.cell, content),
-            trackers=lambda step: [TRACKERS[name](folder.path, task.cell, tables, step) for name in task.trackers],
+            others=lambda step: [
+                *(TRACKERS[name](folder.path, task.cell, tables, step) for name in task.trackers),
+                *([Diagnosis(folder.path, task.diagnose, corpus, config)] if task.diagnose else []),
+            ],
         )  # fmt: skip
 
 
@@ -164,18 +169,18 @@ def train_and_evaluate(
     *,
     begin: float,
     event: Callable[[dict[str, Any]], None],
-    trackers: Callable[[int], list[Hook]] = lambda step: [],
+    others: Callable[[int], list[Hook]] = lambda step: [],
     score_first: bool = False,
 ) -> str:
     """From the last checkpoint, or from ``state`` as it is, to the run's whole record; returns how the run ended.
 
-    score: the rows of scores of a model. ``score_first``: before the first step too. ``trackers`` are made for the
-    step that is continued from. ``begin``: when the run was begun, by time.perf_counter.
+    score: the rows of scores of a model. ``score_first``: before the first step too. ``others`` are further hooks, made
+    for the step that is continued from. ``begin``: when the run was begun, by time.perf_counter.
     """
     steps, checkpoints = config.train.steps, folder.path / "checkpoints"
     load_checkpoint(checkpoints, state)
     resumed = state.step
-    others = trackers(resumed)
+    further = others(resumed)
     folder.cut_metrics(resumed)
     status = {"steps": steps, "step": state.step, "resumes": folder.status.get("resumes", -1) + 1}
     folder.write("status", {"state": "running", **status})
@@ -186,7 +191,7 @@ def train_and_evaluate(
         validation,
         Metrics(log),
         Report(steps, event),
-        *others,
+        *further,
     ]
     ready = time.perf_counter()
     try:
@@ -209,10 +214,12 @@ def train_and_evaluate(
         raise
     finally:
         log.close()
+    diagnosed = sum(hook.seconds for hook in further if isinstance(hook, Diagnosis))
     seconds = {
         "start": ready - begin,
-        "training": time.perf_counter() - ready - validation.seconds,
+        "training": time.perf_counter() - ready - validation.seconds - diagnosed,
         "evaluation": validation.seconds,
+        **({"diagnostics": diagnosed} if diagnosed else {}),
     }
     folder.write(
         "status",

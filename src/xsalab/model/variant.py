@@ -64,6 +64,14 @@ class Variant(nn.Module, ABC):
         """W_o of ``forward``, (b, t, c). A variant overrides it where knowing both saves memory, never to say more."""
         return w_o(self(t, attend).flatten(2))
 
+    def own_value(self, t: QKV) -> Tensor:
+        """The token's own value (b, t, g, d), against which diagnostics measure the heads' outputs."""
+        return t.v
+
+    def alpha(self) -> float | Tensor:
+        """The strength with which the part along the own value is taken out now: a number, () or (h,)."""
+        return 0.0
+
     def set_progress(self, fraction: float) -> None:
         """Called before each step with step / steps. A schedule writes a buffer here, never a Python number."""
 

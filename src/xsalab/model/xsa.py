@@ -247,18 +247,18 @@ class Exclusive(Variant):
         self.strength = Strength(alpha, site, allow_any_alpha)
 
     def forward(self, t: QKV, attend: Attend) -> Tensor:
-        alpha = self.strength()
+        alpha = self.alpha()
         z = self._in_one_kernel(t, attend, alpha)
-        return exclude_self(attend(t.q, t.k, t.v), self._own(t), alpha) if z is None else z
+        return exclude_self(attend(t.q, t.k, t.v), self.own_value(t), alpha) if z is None else z
 
     def project(self, t: QKV, attend: Attend, w_o: Linear) -> Tensor:
-        alpha = self.strength()
+        alpha = self.alpha()
         if self.strength.fixed == 0 or type(w_o) is not Linear or _watched(self) or _watched(w_o):
             return super().project(t, attend, w_o)
         z = self._in_one_kernel(t, attend, alpha)
         if z is not None:
             return w_o(z.flatten(2))
-        return exclude_and_project(attend(t.q, t.k, t.v), self._own(t), alpha, w_o.weight)
+        return exclude_and_project(attend(t.q, t.k, t.v), self.own_value(t), alpha, w_o.weight)
 
     def _in_one_kernel(self, t: QKV, attend: Attend, alpha: float | Tensor) -> Tensor | None:
         """z from a kernel that does attention and exclusion together, where ``attend`` has one for these tensors."""
@@ -267,10 +267,13 @@ class Exclusive(Variant):
             return None
         return together(t.q, t.k, t.v, alpha)
 
-    def _own(self, t: QKV) -> Tensor:
+    def own_value(self, t: QKV) -> Tensor:
         if self.against == "mixed" or t.v_projected is t.v:
             return t.v
         return t.v_projected.contiguous()  # kept for backward: a view would keep the whole product of q, k and v
+
+    def alpha(self) -> float | Tensor:
+        return self.strength()
 
     def set_progress(self, fraction: float) -> None:
         self.strength.set_progress(fraction)
