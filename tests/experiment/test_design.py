@@ -52,6 +52,48 @@ def test_a_cell_resolves_base_then_point_then_arm(write_experiment: Write) -> No
     assert experiment.arms["slow"].factors == ("variant", "optim.lr_scale", "optim.kind", "train.tokens")
 
 
+def test_further_arms_get_controls_of_their_own(write_experiment: Write) -> None:
+    """A null and a positive control under a second optimizer are compared with the standard arm under it."""
+    experiment = load_experiment(
+        write_experiment(
+            arms__adamw={"optim": {"kind": "adamw"}},
+            controls={"null": True, "twin": True, "positive": {"optim.lr_scale": 0.5}, "also": ["adamw"]},
+        )
+    )
+    assert list(experiment.arms) == [
+        "standard", "xsa", "adamw", "null", "positive", "twin", "null@adamw", "positive@adamw",
+    ]  # fmt: skip
+    null, positive = (resolve(experiment, Cell("base", f"{kind}@adamw", 0)) for kind in ("null", "positive"))
+    assert (null.optim.kind, null.train.permute_rows, null.optim.lr_scale) == ("adamw", True, 1.0)
+    assert (positive.optim.kind, positive.train.permute_rows, positive.optim.lr_scale) == ("adamw", False, 0.5)
+    found = {(c.treatment, c.baseline): c.kind for c in contrasts(experiment)}
+    assert found["null@adamw", "adamw"] == "null"
+    assert found["positive@adamw", "adamw"] == "positive"
+    assert found["null", "standard"] == "null"
+    assert all(experiment.arms[arm].is_control for arm in ("null@adamw", "positive@adamw", "null", "twin"))
+
+
+@pytest.mark.parametrize("arm", ["nobody", "standard", "null"])
+def test_a_control_of_no_further_arm_is_refused(write_experiment: Write, arm: str) -> None:
+    with pytest.raises(ValueError, match=rf"controls\.also = \['{arm}'\].*arms: xsa"):
+        load_experiment(write_experiment(controls={"also": [arm]}))
+
+
+def test_diagnose_is_read_and_checked(write_experiment: Write) -> None:
+    """What is measured inside runs is no part of a run's configuration: asking for it changes no pair."""
+    asked = load_experiment(write_experiment(diagnose={"every": 5, "rows": 2}))
+    silent = load_experiment(write_experiment())
+    assert asked.diagnose is not None
+    assert (asked.diagnose.every, asked.diagnose.rows) == (5, 2)
+    assert silent.diagnose is None
+    cell = expand(asked)[0]
+    assert resolve(asked, cell) == resolve(silent, cell)
+    with pytest.raises(ValueError, match="rows = 0"):
+        load_experiment(write_experiment(diagnose={"rows": 0}))
+    with pytest.raises(ValueError, match=r"diagnose.*evry"):
+        load_experiment(write_experiment(diagnose={"evry": 5}))
+
+
 def test_contrasts_are_the_effects_and_the_controls(write_experiment: Write) -> None:
     path = write_experiment(
         arms__half={"variant": "xsa", "alpha": 0.5},
