@@ -198,6 +198,38 @@ def test_report_of_a_half_done_experiment(xsalab: Any, write_experiment: Any, ou
     assert any("not finished" in line for line in said["warnings"])
 
 
+def test_report_writes_texts_and_figures_for_a_paper(run: Any, xsalab: Any, write_experiment: Any, out: Path) -> None:
+    """--format adds a file beside the page and --figures a folder, both named on the last lines and in the JSON."""
+    path = write_experiment(seeds=[0])
+    run(path)
+    folder = out / "experiments" / "tiny"
+    ran = xsalab("report", path, "--out", out, "--format", "latex")
+    assert (ran.code, ran.out.splitlines()[-1]) == (0, f"text: {folder / 'report.tex'}")
+    assert "\\begin{tabular}" in (folder / "report.tex").read_text(encoding="utf-8")
+    assert not (folder / "report.md").exists()
+    said = json.loads(
+        xsalab("report", path, "--out", out, "--format", "md", "--figures", out / "figures", "--json").out
+    )
+    assert said["report"] == str(folder / "report.html")
+    text, *figures = said["files"]
+    assert text == str(folder / "report.md")
+    assert sorted(figures) == sorted(str(file) for file in (out / "figures").iterdir())
+    assert "(<../../figures/intervals.svg>)" in Path(text).read_text(encoding="utf-8")
+    ran = xsalab("report", path, "--out", out)
+    assert ran.out.splitlines()[-1] == f"report: {folder / 'report.html'}"
+
+
+def test_report_refuses_another_format_and_a_file_for_the_figures(
+    run: Any, xsalab: Any, write_experiment: Any, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The format before anything is read; a figures folder that is a file, with the remedy."""
+    path = write_experiment(seeds=[0])
+    xsalab("report", path, "--out", out, "--format", "pdf").refused("--format pdf", "use one of html, md, latex")
+    run(path)
+    monkeypatch.setattr("xsalab.paper.paper_figures", lambda *_: [])
+    xsalab("report", path, "--out", out, "--figures", path).refused("--figures", str(path), "choose another folder")
+
+
 def test_set_counts_for_every_verb(xsalab: Any, run: Any, write_experiment: Any, out: Path) -> None:
     """What was run with --set is reported with it, and not without: its numbers belong to another configuration."""
     path = write_experiment(seeds=[0, 1])

@@ -108,9 +108,13 @@ def test_curves_are_drawn_where_their_values_are() -> None:
     """A line twice as high is drawn higher, and a straight one straight."""
     low = Curve("standard", 0, range(10), [1.0] * 10)
     high = Curve("xsa", 0, range(10), [2.0] * 10)
-    paths = {title(path): path.attrib["d"] for path in marks(curve_plot([low, high], 0.5, COLOURS), "path")}
-    heights = {name: {float(y) for y in re.findall(r"[ML][\d.]+ ([\d.-]+)", d)} for name, d in paths.items()}
-    assert all(len(found) == 1 for found in heights.values())
+    svg = curve_plot([low, high], 0.5, COLOURS)
+    (matrix,) = [[float(n) for n in re.findall(r"-?[\d.]+", g.get("transform", ""))]
+                 for g in marks(svg, "g") if g.get("transform", "").startswith("matrix")]  # fmt: skip
+    paths = {title(path): path.attrib["d"] for path in marks(svg, "path")}
+    values = {name: {float(y) for y in re.findall(r"[ML][\d.]+ ([\d.-]+)", d)} for name, d in paths.items()}
+    assert values == {"standard, seed 0": {1.0}, "xsa, seed 0": {2.0}}, "the exact values, for the tooltips"
+    heights = {name: {matrix[3] * y + matrix[5] for y in found} for name, found in values.items()}
     assert max(heights["xsa, seed 0"]) < min(heights["standard, seed 0"])
 
 

@@ -6,6 +6,8 @@ reads real ones.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import json
 import re
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+import fake_mechanism
 from fake_runs import (
     CROSSED,
     DOSES,
@@ -31,12 +34,22 @@ from fake_runs import (
     looked_at,
     timed,
 )
+from xsalab.drawing import plain_number
 from xsalab.experiment import outcome as outcome_module
 from xsalab.experiment.design import Cell, Experiment, expand
 from xsalab.experiment.outcome import outcome, plus_minus
 from xsalab.experiment.reading import load_experiment
 from xsalab.experiment.store import RunStore
-from xsalab.report import SPELLED, benchmark_figure, benchmark_lines, embed, guessing, print_outcome, write_report
+from xsalab.report import (
+    SPELLED,
+    benchmark_figure,
+    benchmark_lines,
+    embed,
+    guessing,
+    print_outcome,
+    script,
+    write_report,
+)
 
 
 class Page(HTMLParser):
@@ -47,19 +60,22 @@ class Page(HTMLParser):
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text: list[str] = []
         self.data = ""
+        self.script = ""
         self.inside = ""
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        self.inside = tag
+        self.inside = dict(attrs).get("type") or tag
 
     def handle_endtag(self, tag: str) -> None:
         self.inside = ""
 
     def handle_data(self, data: str) -> None:
-        if self.inside == "script":
+        if self.inside == "application/json":
             self.data += data
+        elif self.inside == "script":
+            self.script += data
         elif self.inside != "style":
             self.text.append(data)
 
@@ -212,7 +228,8 @@ def test_a_script_in_a_name_or_comment_is_shown_literally(tmp_path: Path) -> Non
         fake_run(experiment, store, cell, {"state": "finished", "step": 9, "steps": 9})
     page = page_of(experiment, store)
     scripts = [attributes for tag, attributes in page.tags if tag == "script"]
-    assert scripts == [{"type": "application/json", "id": "summary"}]
+    assert scripts == [{"type": "application/json", "id": "summary"}, {}]
+    assert page.script == script(), "the page's own script, to the letter: nothing of the experiment is in it"
     assert HOSTILE in page.visible
     assert json.loads(page.data)["toml"] == toml
     raw = (store.folder / "report.html").read_text(encoding="utf-8")
@@ -233,13 +250,19 @@ def test_embedded_json_escapes_what_html_and_javascript_read() -> None:
 
 
 def test_the_page_needs_nothing_from_outside(whole: tuple[Experiment, RunStore]) -> None:
-    """One file, UTF-8 declared first (F159), and a policy under which no script and no request runs."""
+    """One file, UTF-8 declared first (F159), and a policy under which no request and no script but its own runs."""
     page = page_of(*whole)
     metas = [attributes for tag, attributes in page.tags if tag == "meta"]
     assert metas[0] == {"charset": "utf-8"}
     policy = next(meta["content"] for meta in metas if meta.get("http-equiv") == "Content-Security-Policy")
-    assert policy == "default-src 'none'; style-src 'unsafe-inline'"
+    own = base64.b64encode(hashlib.sha256(page.script.encode()).digest()).decode()
+    assert policy == (
+        f"default-src 'none'; base-uri 'none'; form-action 'none'; style-src 'unsafe-inline'; script-src 'sha256-{own}'"
+    )
     assert not {tag for tag, _ in page.tags} & {"link", "img", "iframe", "object", "embed"}
+    raw = (whole[1].folder / "report.html").read_text(encoding="utf-8")
+    assert "\r" not in raw, "a carriage return in the script would change its hash"
+    assert "innerHTML" not in page.script
 
 
 def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,11 +432,130 @@ def test_benchmarks_are_on_the_page_and_in_the_terminal(tmp_path: Path, name: st
         assert f"{compared['treatment']} : {compared['baseline']}" in page.visible
 
 
+# Mechanism, stability, rates, published figures
+
+
+def made_up(content: dict[str, Any]) -> dict[str, Any]:
+    """The content with all that further analyses may add to it."""
+    pairs = {row["treatment"]: row["baseline"] for row in content["contrasts"]}
+    arms = [arm for arm in content["arms"] if arm != "twin"]
+    means = {level["arm"]: level["mean"] for level in content["levels"]}
+    levels = {"standard": ["positive", "standard", "null"], "xsa": ["half", "xsa", "none"]}
+    return content | {
+        "mechanism": [fake_mechanism.mechanism("base", pairs, content["seeds"], 2, 3)],
+        "stability": fake_mechanism.stability(["base"], arms, 6),
+        "run_stability": fake_mechanism.run_stability([run["name"] for run in content["runs"]]),
+        "rates": [fake_mechanism.rates("base", "optim.lr_scale", [0.5, 1.0, 2.0], levels, means)],
+        "published": fake_mechanism.PUBLISHED,
+    }
+
+
+def sections(page: Page) -> list[str | None]:
+    return [attributes["id"] for tag, attributes in page.tags if tag == "section"]
+
+
+def test_the_sections_stand_in_the_order_of_their_weight(whole: tuple[Experiment, RunStore]) -> None:
+    """The verdict's sentence first of all; then what supports it; then why, and at what cost; then the proofs."""
+    page = Page(write_report(*whole, made_up(outcome(*whole))).read_text(encoding="utf-8"))
+    assert sections(page) == [
+        "table", "intervals", "time", "curves", "rates", "mechanism", "stability", "cost", "published", "matched",
+        "data", "again", "words",
+    ]  # fmt: skip
+    links = [str(attributes["href"]).removeprefix("#") for tag, attributes in page.tags if tag == "a"]
+    assert links == ["verdict", *sections(page)]
+    assert page.visible.index(outcome(*whole)["headline"][0]) < page.visible.index("Quality and cost")
+    assert not re.search(r"\b(nan|NaN|None|Undefined)\b", page.visible)
+
+
+def test_what_was_not_analysed_has_no_section(whole: tuple[Experiment, RunStore]) -> None:
+    content = outcome(*whole)
+    for key in ("mechanism", "stability", "run_stability", "rates", "published"):
+        content.pop(key, None)
+    page = Page(write_report(*whole, content).read_text(encoding="utf-8"))
+    assert not {"rates", "mechanism", "stability", "published"} & set(sections(page))
+
+
+def test_the_mechanism_is_told_in_words_pictures_and_numbers(whole: tuple[Experiment, RunStore]) -> None:
+    content = made_up(outcome(*whole))
+    page = Page(write_report(*whole, content).read_text(encoding="utf-8"))
+    (entry,) = content["mechanism"]
+    for sentence in (*entry["sentences"], entry["prediction"]["words"]):
+        assert sentence in page.visible
+    figures = [attributes for tag, attributes in page.tags if tag == "figure" and "data-measure" in attributes]
+    assert {figure["data-measure"] for figure in figures} == set(entry["measures"])
+    assert sum("more" not in str(figure["class"]) for figure in figures) == 5
+    cells = page.visible
+    for arm, found in entry["arms"].items():
+        for layer, row in enumerate(found["final"]["self_weight"]["mean"]):
+            for head, value in enumerate(row):
+                assert f"layer {layer}, head {head}: {plain_number(value)}" in cells, arm
+
+
+def test_stability_gives_the_exact_interval_of_what_broke_down(whole: tuple[Experiment, RunStore]) -> None:
+    page = Page(write_report(*whole, made_up(outcome(*whole))).read_text(encoding="utf-8"))
+    assert "xsa 6 5 1 0 % to 37 %" in page.visible
+    assert "base.xsa.s0 1 31 7.25" in page.visible
+
+
+def test_rates_show_every_seed_the_best_and_what_diverged(whole: tuple[Experiment, RunStore]) -> None:
+    content = made_up(outcome(*whole))
+    page = Page(write_report(*whole, content).read_text(encoding="utf-8"))
+    values = [run for run in content["runs"] if run["arm"] in ("standard", "xsa", "half", "positive", "null")]
+    for run in values:
+        shown = f"seed {run['seed']}: {plain_number(run['value'], 5)}"
+        assert page.visible.count(shown) >= 1
+    assert "xsa, optim.lr_scale 2: 2 runs diverged" in page.visible
+    assert "best at optim.lr_scale" in page.visible
+    assert content["rates"][0]["best_against_best"]["words"] in page.visible
+
+
+def test_a_published_figure_stands_beside_ours(whole: tuple[Experiment, RunStore]) -> None:
+    page = Page(write_report(*whole, made_up(outcome(*whole))).read_text(encoding="utf-8"))
+    assert "bpb base 0.8484 0.8457 −0.0027 not measured" in page.visible
+    assert fake_mechanism.PUBLISHED["sentence"] in page.visible
+
+
+def test_a_changed_summary_changes_nothing(tmp_path: Path) -> None:
+    """Words and numbers come from the runs' own files: what an earlier report left behind is not read."""
+    experiment, store = fake(tmp_path, TOML.replace(SEEDS, "seeds = [0, 1, 2]"))
+    path = write_report(experiment, store, outcome(experiment, store))
+    before = path.read_bytes()
+    summary = json.loads((store.folder / "summary.json").read_text(encoding="utf-8"))
+    summary["headline"] = ["xsa is better by a mile"]
+    for row in summary["contrasts"]:
+        row["estimate"]["mean"] = -1.0
+    (store.folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    assert write_report(experiment, store, outcome(experiment, store)).read_bytes() == before
+
+
+def test_core_stands_in_the_first_table(tmp_path: Path) -> None:
+    """Loss, time and accuracies are what is asked for first."""
+    experiment, store = with_answers(tmp_path, TOML.replace(SEEDS, "seeds = [0, 1, 2]"))
+    content = outcome(experiment, store)
+    text = write_report(experiment, store, content).read_text(encoding="utf-8")
+    first = Page(text.split('<section id="table">')[1].split("</section>")[0]).visible
+    core = content["benchmarks"][0]
+    assert core["name"] in first
+    for level in core["levels"]:
+        assert benchmark_figure(level["mean"]) in first
+    row = core["contrasts"][0]["estimate"]
+    assert plus_minus(row["mean"], row["half_width"]) in first
+
+
+def test_an_effect_is_drawn_against_the_null_control_of_its_own_baseline(tmp_path: Path) -> None:
+    """Two optimizers have two kinds of noise."""
+    toml = (HEAD + CROSSED).replace("twin = false", 'twin = false\nalso = ["standard-adamw"]')
+    experiment, store = fake(tmp_path, toml)
+    page = page_of(experiment, store)
+    for pair, base in (("xsa-muon − standard-muon", "standard-muon"), ("xsa-adamw − standard-adamw", "standard-adamw")):
+        drawn = page.visible.split(f" {pair} Δ training loss")[1]
+        assert re.search(r"Grey: the null control of ([\w-]+)", drawn)[1] == base  # pyright: ignore[reportOptionalSubscript]
+
+
 def test_benchmarks_come_right_after_the_first_table(tmp_path: Path) -> None:
     """What is asked for first stands together: loss, time, then accuracies."""
     page = page_of(*with_answers(tmp_path, TOML.replace(SEEDS, "seeds = [0]")))
-    sections = [attributes["id"] for tag, attributes in page.tags if tag == "section"]
-    assert sections[:2] == ["table", "benchmarks"]
+    assert sections(page)[:2] == ["table", "benchmarks"]
 
 
 def test_a_report_without_answers_says_so(whole: tuple[Experiment, RunStore]) -> None:

@@ -1,11 +1,8 @@
 """The pictures of a report: plain values in, SVG text out.
 
-The SVG is our own, a few lines a picture, and no plotting library's: a page with plotly in it weighs 4.8 MB and needs
-a script, this one a tenth of that and none. Every mark carries a ``<title>``, which browsers show as its tooltip.
-Colours are CSS variables, so that one picture serves light and dark pages; ``interval_svg`` puts in the light ones.
-
-The palette (Okabe and Ito's, a little darker on white and lighter on black) can be told apart by the colour-blind; the
-null control is grey and the positive control is grey and dashed, everywhere.
+The SVG is our own, a few lines a picture, and no plotting library's: a page with plotly in it weighs 4.8 MB, this one
+a tenth of that. Every mark carries a ``<title>``, which browsers show as its tooltip; page.js adds toggling and zoom.
+``interval_svg`` puts in fixed colours, for papers. Colours, scales and the pieces are in drawing.py.
 """
 
 from __future__ import annotations
@@ -13,82 +10,32 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
-LIGHT = {
-    "ink": "#1f2933", "muted": "#5d6b7a", "line": "#d9dfe6", "page": "#ffffff", "panel": "#f6f8fa", "band": "#e3ecf4",
-    "c0": "#0067a5", "c1": "#c4501b", "c2": "#00805e", "c3": "#a8478a", "c4": "#9a6b00", "c5": "#3d8fc4",
-    "grey": "#8a95a1",
-}  # fmt: skip
-DARK = {
-    "ink": "#e4e9ee", "muted": "#9aa7b4", "line": "#343d47", "page": "#14181d", "panel": "#1b2127", "band": "#233140",
-    "c0": "#5db3ea", "c1": "#f0875a", "c2": "#3ecb9f", "c3": "#dd8fc4", "c4": "#e0b13f", "c5": "#9bd0f2",
-    "grey": "#7f8b97",
-}  # fmt: skip
-STYLE = """
-.fig{font-family:system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;font-size:12.5px}
-.fig text{fill:var(--ink)}
-.fig .small{fill:var(--muted);font-size:11.5px}
-.fig .strong{font-weight:600}
-.fig .tag{font-weight:600;paint-order:stroke;stroke:var(--panel);stroke-width:5px;stroke-linejoin:round}
-.fig .panel{fill:var(--panel)}
-.fig .band{fill:var(--band)}
-.fig .grid{stroke:var(--line);stroke-width:1}
-.fig .zero{stroke:var(--ink);stroke-width:1.2}
-.fig .bar{stroke:none;fill-opacity:.2}
-.fig .mean{stroke-width:2.4}
-.fig .dot{stroke:var(--page);stroke-width:1}
-.fig .thin{fill:none;stroke-width:1.1;stroke-opacity:.6}
-.fig .thick{fill:none;stroke-width:2.6}
-.fig .dash{stroke-dasharray:5 3}
-.fig .s-c0{stroke:var(--c0)} .fig .f-c0{fill:var(--c0)}
-.fig .s-c1{stroke:var(--c1)} .fig .f-c1{fill:var(--c1)}
-.fig .s-c2{stroke:var(--c2)} .fig .f-c2{fill:var(--c2)}
-.fig .s-c3{stroke:var(--c3)} .fig .f-c3{fill:var(--c3)}
-.fig .s-c4{stroke:var(--c4)} .fig .f-c4{fill:var(--c4)}
-.fig .s-c5{stroke:var(--c5)} .fig .f-c5{fill:var(--c5)}
-.fig .s-grey{stroke:var(--grey)} .fig .f-grey{fill:var(--grey)}
-.fig .dot:hover{r:6px}
-.fig .thin:hover{stroke-width:3;stroke-opacity:1}
-"""
-WIDTH = 720  # user units; the picture scales with its box
-MARGIN = 18
+from .drawing import (
+    LIGHT,
+    MARGIN,
+    STYLE,
+    WIDTH,
+    Colours,
+    Scale,
+    dot,
+    escape,
+    line,
+    of_arm,
+    plain_number,
+    shorten,
+    svg,
+    text,
+    title,
+)
+
 POINTS = 400  # drawn of a curve
 SETTLED = 0.25  # share of the steps that does not decide the vertical range: losses fall fast at first
-
-
-def plain_number(value: float, digits: int = 3) -> str:
-    """``digits`` significant digits, a true minus sign, a power of ten only where it must be."""
-    if value == 0:
-        return "0"
-    places = digits - 1 - int(f"{value:.{digits - 1}e}".partition("e")[2])
-    return f"{value:.{max(places, 0)}f}".replace("-", "−") if -3 <= places <= 9 else _power(value, digits)
-
-
-def _power(value: float, digits: int) -> str:
-    mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
-    return f"{mantissa}e{int(exponent)}".replace("-", "−")
-
-
-@dataclass(frozen=True)
-class Colours:
-    """The colour class of each arm, the same in every picture of a report."""
-
-    by_arm: Mapping[str, str]
-
-    @classmethod
-    def of(cls, baseline: str, arms: Iterable[str]) -> Colours:
-        """The baseline is the first colour, the controls are grey, the others follow in order."""
-        controls = [arm for arm in arms if arm.partition("@")[0] in ("null", "positive", "twin")]
-        others = [arm for arm in arms if arm != baseline and arm not in controls]
-        found = {arm: f"c{1 + i % 5}" for i, arm in enumerate(others)}
-        return cls({baseline: "c0", **dict.fromkeys(controls, "grey"), **found})
-
-    def __getitem__(self, arm: str) -> str:
-        return self.by_arm.get(arm, "c1")
 
 
 @dataclass(frozen=True)
@@ -159,17 +106,17 @@ def interval_plot(rows: Sequence[Mapping[str, Any]], colours: Colours | None = N
     null = [row for row in rows if row["kind"] == "null"]
     close, far = _by_size(effects)
     beside = ", and the null control: what no effect looks like here" if null else ""
-    for title, chosen in (
+    for heading, chosen in (
         (f"Effects{beside}", [*close, *null]),
         ("Larger effects; on their own scale", far),
         ("At equal time", [row for row in rows if row["kind"] == "equal time"]),
         ("Positive control: known to hurt; on its own scale", [row for row in rows if row["kind"] == "positive"]),
     ):
         if chosen:
-            drawn, height = _interval_panel(title, chosen, colours)
+            drawn, height = _interval_panel(heading, chosen, colours)
             parts.append(f'<g transform="translate(0 {top:g})">{drawn}</g>')
             top += height
-    return _svg("".join(parts), top, f"Paired differences of {_metric(rows)}: intervals and every seed")
+    return svg("".join(parts), top, f"Paired differences of {_metric(rows)}: intervals and every seed")
 
 
 def _by_size(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
@@ -182,43 +129,42 @@ def _by_size(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]]
 
 def interval_svg(rows: Sequence[Mapping[str, Any]], colours: Colours | None = None) -> str:
     """``interval_plot`` as a file of its own, for papers: fixed colours on white, no variables."""
-    svg = interval_plot(rows, colours)
     style = re.sub(r"var\(--(\w+)\)", lambda match: LIGHT[match[1]], STYLE)
-    head, body = svg.split(">", 1)
+    head, body = interval_plot(rows, colours).split(">", 1)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{head}><style>{style}</style>{body}\n'
 
 
-def _interval_panel(title: str, rows: Sequence[Mapping[str, Any]], colours: Colours) -> tuple[str, float]:
+def _interval_panel(heading: str, rows: Sequence[Mapping[str, Any]], colours: Colours) -> tuple[str, float]:
     spread = [value for row in rows for value in _extent(row)]
     margin = max((row["margin"] for row in rows if "margin" in row), default=0.0)
     widest = max((abs(value) for value in spread), default=0.0)
     reach = min(margin, 3 * widest) if widest else margin
-    x = _Scale.around([0.0, *spread, -reach, reach], MARGIN + 6, WIDTH - MARGIN - 6)
+    x = Scale.around([0.0, *spread, -reach, reach], MARGIN + 6, WIDTH - MARGIN - 6)
     parts: list[str] = []
     y = head = 48.0
     for row in rows:
         drawn, height = _interval_row(row, x, y, colours[row["treatment"]])
-        parts.append(drawn)
+        parts.append(of_arm(row["treatment"], drawn))
         y += height
     left, right = (max(x(-margin), MARGIN), min(x(margin), WIDTH - MARGIN)) if margin else (0, 0)
     under = [
-        _text(MARGIN, 16, title, "strong"),
+        text(MARGIN, 16, heading, "strong"),
         f'<rect class="panel" x="{MARGIN}" y="{head - 8:g}" width="{WIDTH - 2 * MARGIN}" height="{y - head + 8:g}"/>',
     ]
     if margin:
         under.append(
             f'<rect class="band" x="{left:.1f}" y="{head - 8:g}" width="{right - left:.1f}" height="{y - head + 8:g}">'
-            f"<title>{_escape(f'margin: ± {plain_number(margin, 2)} {_metric(rows, short=True)}')}</title></rect>"
+            f"<title>{escape(f'margin: ± {plain_number(margin, 2)} {_metric(rows, short=True)}')}</title></rect>"
         )
     for tick in x.ticks():
-        under.append(_line(x(tick), head - 8, x(tick), y, "zero" if tick == 0 else "grid"))
-        under.append(_text(x(tick), y + 15, x.label(tick), "small", "middle"))
+        under.append(line(x(tick), head - 8, x(tick), y, "zero" if tick == 0 else "grid"))
+        under.append(text(x(tick), y + 15, x.label(tick), "small", "middle"))
     fewer, more = ("fewer bits", "more bits") if _metric(rows, short=True) == "bpb" else ("lower", "higher")
     left_word, right_word = ("better", "worse") if rows[0].get("lower_is_better", True) else ("worse", "better")
-    under.append(_text(MARGIN, 34, f"← {fewer}: {left_word}", "small"))
-    under.append(_text(WIDTH - MARGIN, 34, f"{right_word}: {more} →", "small", "end"))
+    under.append(text(MARGIN, 34, f"← {fewer}: {left_word}", "small"))
+    under.append(text(WIDTH - MARGIN, 34, f"{right_word}: {more} →", "small", "end"))
     band = f"; shaded: ± margin, {plain_number(margin, 2)}" if margin else ""
-    under.append(_text(WIDTH / 2, y + 32, f"Δ {_metric(rows)}, treatment − baseline{band}", "small", "middle"))
+    under.append(text(WIDTH / 2, y + 32, f"Δ {_metric(rows)}, treatment − baseline{band}", "small", "middle"))
     return "".join(under + parts), y + 52
 
 
@@ -234,15 +180,19 @@ def _extent(row: Mapping[str, Any]) -> list[float]:
     return [value for value in found if value is not None and math.isfinite(value)]
 
 
-def _interval_row(row: Mapping[str, Any], x: _Scale, y: float, colour: str) -> tuple[str, float]:
+def _interval_row(row: Mapping[str, Any], x: Scale, y: float, colour: str) -> tuple[str, float]:
     estimate, differences = row.get("estimate") or {}, row.get("differences", [])
     lane = min(7.0, 56 / max(len(differences), 1))
     height = max(20.0, lane * (len(differences) + 1))
     verdict = row.get("verdict", {}).get("text", "")
     name = {"null": "null control", "positive": "positive control"}.get(row["kind"])
+    if name and "@" in row["treatment"]:
+        name = f"{name} of {row['baseline']}"
     label = f"{name}: {details(row)}" if name else f"{row['label']} − {row['baseline']}"
-    parts = [_text(MARGIN + 8, y + 9, _shorten(label, 70), "tag")]
-    parts.append(_text(WIDTH - MARGIN - 8, y + 9, verdict if row["kind"] != "null" else "", "small", "end"))
+    if len(label) > 70:
+        label = f"{row['treatment']} − {row['baseline']}"
+    parts = [text(MARGIN + 8, y + 9, shorten(label, 70), "tag")]
+    parts.append(text(WIDTH - MARGIN - 8, y + 9, verdict if row["kind"] != "null" else "", "small", "end"))
     y += 18
     if estimate.get("low") is not None:
         low, high = x(estimate["low"]), x(estimate["high"])
@@ -250,22 +200,19 @@ def _interval_row(row: Mapping[str, Any], x: _Scale, y: float, colour: str) -> t
         tip = f"{100 * estimate['confidence']:.0f} % interval: {ends}"
         parts.append(
             f'<rect class="bar f-{colour}" x="{low:.1f}" y="{y:.1f}" width="{max(high - low, 1):.1f}" '
-            f'height="{height:.1f}" rx="3"><title>{_escape(tip)}</title></rect>'
+            f'height="{height:.1f}" rx="3">{title(tip)}</rect>'
         )
     if estimate:
         at = x(estimate["mean"])
-        parts.append(_line(at, y, at, y + height, f"mean s-{colour}", f"mean: {plain_number(estimate['mean'])}"))
+        parts.append(line(at, y, at, y + height, f"mean s-{colour}", f"mean: {plain_number(estimate['mean'])}"))
     else:
         parts.append(
-            _text(WIDTH / 2, y + 14, "no finished pair yet" if not verdict else "no finished pair", "small", "middle")
+            text(WIDTH / 2, y + 14, "no finished pair yet" if not verdict else "no finished pair", "small", "middle")
         )
     first = y + (height - lane * (len(differences) - 1)) / 2
     for i, (seed, value) in enumerate(zip(row["seeds"], differences, strict=True)):
         tip = f"seed {seed}: {plain_number(value)} {_metric([row], short=True)}"
-        parts.append(
-            f'<circle class="dot f-{colour}" cx="{x(value):.1f}" cy="{first + lane * i:.1f}" r="4">'
-            f"<title>{_escape(tip)}</title></circle>"
-        )
+        parts.append(dot(x(value), first + lane * i, colour, tip))
     return "".join(parts), height + 34
 
 
@@ -289,12 +236,12 @@ def dose_plot(row: Mapping[str, Any]) -> str:
     bounds += [point[end] for point in points for end in ("low", "high") if point[end] is not None]
     bounds += [value for values in seeds.values() for value in values]
     left, right, top, bottom = MARGIN + 64, WIDTH - MARGIN, 30.0, 330.0
-    x, y = _Scale.around(doses, left, right), _Scale.around([0.0, *bounds], bottom, top)
+    x, y = Scale.around(doses, left, right), Scale.around([0.0, *bounds], bottom, top)
     parts = [f'<rect class="panel" x="{left:g}" y="{top:g}" width="{right - left:g}" height="{bottom - top:g}"/>']
     for tick in y.ticks():
-        parts.append(_line(left, y(tick), right, y(tick), "zero" if tick == 0 else "grid"))
-        parts.append(_text(left - 8, y(tick) + 4, y.label(tick), "small", "end"))
-    parts += [_text(x(dose), bottom + 16, plain_number(dose), "small", "middle") for dose in doses]
+        parts.append(line(left, y(tick), right, y(tick), "zero" if tick == 0 else "grid"))
+        parts.append(text(left - 8, y(tick) + 4, y.label(tick), "small", "end"))
+    parts += [text(x(dose), bottom + 16, plain_number(dose), "small", "middle") for dose in doses]
     at = [x(dose) for dose in curve["doses"]]
     if None not in curve["low"]:
         edge = [(px, y(high)) for px, high in zip(at, curve["high"], strict=True)]
@@ -302,47 +249,55 @@ def dose_plot(row: Mapping[str, Any]) -> str:
         outline = " ".join(f"{px:.1f},{py:.1f}" for px, py in edge)
         tip = "95 % band of the curve, dose by dose"
         parts.append(f'<polygon class="bar f-c0" points="{outline}"><title>{tip}</title></polygon>')
-    line = " ".join(f"{px:.1f},{y(delta):.1f}" for px, delta in zip(at, curve["delta"], strict=True))
-    parts.append(f'<polyline class="thick s-c0" points="{line}" fill="none"/>')
+    fitted = " ".join(f"{px:.1f},{y(delta):.1f}" for px, delta in zip(at, curve["delta"], strict=True))
+    parts.append(f'<polyline class="thick s-c0" points="{fitted}" fill="none"/>')
     for index, (dose, point) in enumerate(zip(doses, points, strict=True)):
         if point["low"] is not None and index in seeds:
             tip = f"{word} = {plain_number(dose)}: {plain_number(point['low'])} to {plain_number(point['high'])}"
-            parts.append(_line(x(dose), y(point["low"]), x(dose), y(point["high"]), "mean s-c1", tip))
+            parts.append(line(x(dose), y(point["low"]), x(dose), y(point["high"]), "mean s-c1", tip))
         for seed, value in zip(row["seeds"], seeds.get(index, ()), strict=False):
             tip = f"{word} = {plain_number(dose)}, seed {seed}: {plain_number(value)} bpb"
-            parts.append(
-                f'<circle class="dot f-c1" cx="{x(dose) + 9:.1f}" cy="{y(value):.1f}" r="3.5">'
-                f"<title>{_escape(tip)}</title></circle>"
-            )
+            parts.append(dot(x(dose) + 9, y(value), "c1", tip, 3.5))
     for low, high in row["minimum"]["within"]:
         wide = max(x(high) - x(low), 8)  # a single dose is to be seen as well
         parts.append(
             f'<rect class="bar f-c2" x="{(x(low) + x(high) - wide) / 2:.1f}" y="{bottom + 24:g}" width="{wide:.1f}" '
-            f'height="7" rx="3"><title>{_escape(row["minimum"]["words"])}</title></rect>'
+            f'height="7" rx="3">{title(row["minimum"]["words"])}</rect>'
         )
-    parts.append(_text(left, 18, f"Δ bits per byte against {word} = {plain_number(row['reference'])}", "strong"))
+    parts.append(text(left, 18, f"Δ bits per byte against {word} = {plain_number(row['reference'])}", "strong"))
     caption = f"{word}; green: where the lowest point can lie (95 %)"
-    parts.append(_text((left + right) / 2, bottom + 50, caption, "small", "middle"))
-    return _svg("".join(parts), bottom + 60, f"Dose and response: difference of bits per byte by {word}")
+    parts.append(text((left + right) / 2, bottom + 50, caption, "small", "middle"))
+    return svg("".join(parts), bottom + 60, f"Dose and response: difference of bits per byte by {word}")
+
+
+# Curves. Paths are in the units of the data: page.js reads exact values from them, and zooms by a matrix.
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart, or the outline of a band where ``upper`` is there.
+
+    style: its classes. tip: what its tooltip says before the value.
+    """
+
+    arm: str
+    steps: Sequence[float]
+    values: Sequence[float]
+    style: str
+    tip: str
+    upper: Sequence[float] = ()
 
 
 def curve_plot(
-    curves: Sequence[Curve], beta: float, colours: Colours, title: str = "training loss, nats per token"
+    curves: Sequence[Curve], beta: float, colours: Colours, name: str = "training loss, nats per token"
 ) -> str:
     """Training loss by step: one thin line a run, one colour an arm, all smoothed with the same β; SVG text."""
     drawn = [smoothed(curve, beta) for curve in curves if curve.values]
     lines = [
-        (
-            _thin(curve),
-            f"thin s-{colours[curve.arm]}{' dash' if curve.arm == 'positive' else ''}",
-            f"{curve.arm}, seed {curve.seed}",
-        )
-        for curve in sorted(drawn, key=lambda curve: curve.arm not in ("null", "positive"))
+        _drawn(curve, f"thin {colours.stroke(curve.arm)}", f"{curve.arm}, seed {curve.seed}")
+        for curve in sorted(drawn, key=lambda curve: curve.arm.partition("@")[0] not in ("null", "positive"))
     ]
-    legend = [
-        (arm, f"s-{colours[arm]}{' dash' if arm == 'positive' else ''}") for arm in dict.fromkeys(c.arm for c in curves)
-    ]
-    return _line_chart(lines, legend, title, _smoothing(beta), zero=False)
+    return line_chart(lines, name, _smoothing(beta))
 
 
 def difference_plot(
@@ -350,160 +305,191 @@ def difference_plot(
     null: Sequence[Curve],
     beta: float,
     colours: Colours,
-    title: str = "training loss, nats per token",
+    name: str = "training loss, nats per token",
 ) -> str:
     """Paired differences of smoothed losses by step (see ``difference``): seeds thin, their mean thick; SVG text.
 
     effect: one curve a pair of the treatment. null: those of the null control, in grey behind.
     """
-    lines, legend = [], []
-    for curves, name in ((null, "null control"), (effect, "")):
+    lines: list[Line] = []
+    for curves, called in ((null, "null control"), (effect, "")):
         curves = [curve for curve in curves if curve.values]
         if not curves:
             continue
-        arm, colour = curves[0].arm, colours[curves[0].arm]
-        lines += [(_thin(curve), f"thin s-{colour}", f"{name or arm}, seed {curve.seed}") for curve in curves]
+        arm, style = curves[0].arm, f"s-{colours[curves[0].arm]}"
+        lines += [_drawn(curve, f"thin {style}", f"{called or arm}, seed {curve.seed}") for curve in curves]
         mean = mean_curve(curves)
-        lines.append(
-            (_thin(mean), f"thick s-{colour}", f"{name or arm}: mean of {len(curves)} pair{'s' * (len(curves) > 1)}")
-        )
-        legend.insert(0, (f"{name or arm}: mean thick, seeds thin", f"s-{colour}"))
-    return _line_chart(lines, legend, f"Δ {title}: below 0 is better", _smoothing(beta), zero=True)
+        tip = f"{called or arm}: mean of {len(curves)} pair{'s' * (len(curves) > 1)}"
+        lines.append(_drawn(Curve(arm, -1, mean.steps, mean.values), f"thick {style}", tip))
+    return line_chart(lines, f"Δ {name}: below 0 is better", _smoothing(beta), zero=True)
+
+
+def band_lines(
+    arm: str, steps: Sequence[float], seeds: Sequence[int], values: Sequence[Sequence[float | None]], colours: Colours
+) -> list[Line]:
+    """The range over seeds as a band, and their mean as a line; values: a row a seed, one value a step.
+
+    A step at which a seed has no value is left out of both, and a band of one seed is none.
+    """
+    whole = [
+        (step, [v for v in column if v is not None])
+        for step, column in zip(steps, zip(*values, strict=True), strict=True)
+    ]
+    whole = [(step, column) for step, column in whole if len(column) == len(seeds) and column]
+    if not whole:
+        return []
+    at = [step for step, _ in whole]
+    count = f"{len(seeds)} seed{'s' * (len(seeds) > 1)}"
+    mean = [math.fsum(column) / len(column) for _, column in whole]
+    middle = Line(arm, at, mean, f"thick {colours.stroke(arm)}", f"{arm}: mean of {count}")
+    if len(seeds) < 2:
+        return [middle]
+    low, high = [min(column) for _, column in whole], [max(column) for _, column in whole]
+    return [Line(arm, at, low, f"bar f-{colours[arm]}", f"{arm}: range over {count}", high), middle]
 
 
 def _smoothing(beta: float) -> str:
     return f"exponential average, bias-corrected, β = {beta:g} for all curves" if beta else "not smoothed (β = 0)"
 
 
-def _thin(curve: Curve) -> Curve:
-    """At most about POINTS of the points, the last one among them."""
+def _drawn(curve: Curve, style: str, tip: str) -> Line:
+    """At most about POINTS of the curve's points, the last one among them."""
     every = -(-len(curve.steps) // POINTS) or 1
-    keep = sorted({*range(0, len(curve.steps), every), len(curve.steps) - 1})
-    return Curve(curve.arm, curve.seed, [curve.steps[i] for i in keep], [curve.values[i] for i in keep])
+    keep = sorted({*range(0, len(curve.steps), every), len(curve.steps) - 1} & {*range(len(curve.steps))})
+    return Line(curve.arm, [curve.steps[i] for i in keep], [curve.values[i] for i in keep], style, tip)
 
 
-def _line_chart(
-    lines: Sequence[tuple[Curve, str, str]], legend: Sequence[tuple[str, str]], name: str, note: str, zero: bool
+def line_chart(
+    lines: Sequence[Line],
+    name: str,
+    note: str = "",
+    *,
+    zero: bool = False,
+    settled: float = SETTLED,
+    width: float = WIDTH,
+    height: float = 270,
+    word: str = "step",
+    names: Sequence[tuple[float, str]] = (),
+    label: str = "",
 ) -> str:
-    lines = [line for line in lines if line[0].steps]
+    """Lines and bands over steps, or over ``word``; SVG text.
+
+    zero: the chart holds zero and marks it. settled: the share of the steps that does not decide the vertical range.
+    names: (place, name) of the marks of the horizontal axis where they are no round numbers; such a chart does not
+    zoom. label: what the picture shows, for those who cannot see it.
+    """
+    label = label or name
+    lines = [entry for entry in lines if entry.steps]
     if not lines:
-        return _svg(_text(MARGIN, 22, "No losses recorded yet.", "small"), 36, name)
-    last = max(curve.steps[-1] for curve, _, _ in lines)
-    settled = [
-        v for curve, _, _ in lines for s, v in zip(curve.steps, curve.values, strict=True) if s >= SETTLED * last
-    ]
-    settled = settled or [v for curve, _, _ in lines for v in curve.values]
-    head, drawn_legend = _legend(legend)
-    left, right, bottom = MARGIN + 50.0, WIDTH - MARGIN + 0.0, head + 270
-    y = _Scale.around([*settled, *([0.0] if zero else [])], bottom, head)
-    x = _Scale(0, max(last, 1), left, right)
-    parts = [
-        drawn_legend,
-        _text(MARGIN, head - 10, name, "small"),
-        _text(WIDTH - MARGIN, head - 10, note, "small", "end"),
-    ]
-    parts.append(f'<rect class="panel" x="{left:g}" y="{head:g}" width="{right - left:g}" height="{bottom - head:g}"/>')
-    for tick in y.ticks():
-        parts.append(_line(left, y(tick), right, y(tick), "zero" if zero and tick == 0 else "grid"))
-        parts.append(_text(left - 7, y(tick) + 4, y.label(tick), "small", "end"))
-    for tick in x.ticks():
-        parts.append(_text(x(tick), bottom + 16, x.label(tick), "small", "middle"))
-    parts.append(_text((left + right) / 2, bottom + 32, "step", "small", "middle"))
-    # A nested svg clips what leaves the frame, without an id that could clash with another picture's.
-    parts.append(
-        f'<svg x="{left:g}" y="{head:g}" width="{right - left:g}" height="{bottom - head:g}" overflow="hidden">'
-    )
-    for curve, style, tip in lines:
-        path = " ".join(
-            f"{'M' if i == 0 else 'L'}{x(s) - left:.1f} {_clamp(y(v) - head):.1f}"
-            for i, (s, v) in enumerate(zip(curve.steps, curve.values, strict=True))
+        return svg(
+            text(MARGIN, 22, "No losses recorded yet." if word == "step" else "Nothing recorded.", "small"),
+            36,
+            label,
+            width,
         )
-        parts.append(f'<path class="{style}" d="{path}"><title>{_escape(tip)}</title></path>')
-    parts.append("</svg>")
-    return _svg("".join(parts), bottom + 42, name)
-
-
-def _clamp(value: float) -> float:
-    """Far outside the frame is outside: a diverging loss must not become a number that no browser reads."""
-    return max(-5000.0, min(5000.0, value))
-
-
-def _legend(entries: Sequence[tuple[str, str]]) -> tuple[float, str]:
-    """Where the frame begins, and the entries, broken into lines where they do not fit."""
-    x, y, parts = float(MARGIN), 14.0, []
-    for label, style in entries:
-        label = _shorten(label, 60)
-        width = 36 + 7.0 * len(label)
-        if x > MARGIN and x + width > WIDTH - MARGIN:
-            x, y = MARGIN, y + 20
-        parts.append(_line(x, y - 4, x + 22, y - 4, f"thick {style}"))
-        parts.append(_text(x + 28, y, label))
-        x += width + 10
-    return y + 32, "".join(parts)
-
-
-# Drawing
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """A linear map from values to places."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    @classmethod
-    def around(cls, values: Sequence[float], start: float, end: float) -> _Scale:
-        """Holds all values and a little room at both ends."""
-        low, high = min(values), max(values)
-        room = 0.06 * (high - low) or abs(high) * 0.1 or 1e-3
-        return cls(low - room, high + room, start, end)
-
-    def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start)
-
-    @property
-    def step(self) -> float:
-        rough = (self.high - self.low) / 6
-        power = 10.0 ** math.floor(math.log10(rough))
-        return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
-
-    def ticks(self) -> list[float]:
-        """Round values, 0 being exactly 0."""
-        first, last = math.ceil(self.low / self.step), math.floor(self.high / self.step)
-        return [i * self.step for i in range(first, last + 1)]
-
-    def label(self, value: float) -> str:
-        places = max(0, -math.floor(math.log10(self.step) + 1e-9))
-        return f"{value:,.{places}f}".replace("-", "−") if value else "0"
-
-
-def _svg(body: str, height: float, name: str) -> str:
-    return (
-        f'<svg class="fig" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img" '
-        f'aria-label="{_escape(name)}">{body}</svg>'
+    first, last = min(entry.steps[0] for entry in lines), max(entry.steps[-1] for entry in lines)
+    everything = [(s, v) for entry in lines for s, v in zip(entry.steps, entry.values, strict=True)]
+    everything += [(s, v) for entry in lines for s, v in zip(entry.steps, entry.upper, strict=False)]
+    # A loss that explodes, and is finite still, does not squeeze the others into a line.
+    most = (50 * statistics.median_low([abs(v) for _, v in everything]) if settled else 0) or math.inf
+    shown = [v for s, v in everything if s >= settled * last and abs(v) <= most]
+    shown = shown or [v for _, v in everything if abs(v) <= most]
+    under = bool(note) and 6.6 * (len(name) + len(note)) > width - 2 * MARGIN  # does the note need a line of its own?
+    titles = textwrap.wrap(name, max(20, int((width - 2 * MARGIN) / 7.2)))
+    head = 12.0 + 18 * (len(titles) + under)
+    left, right, bottom = MARGIN + 50.0, width - MARGIN, head + height
+    y = Scale.around([*shown, *([0.0] if zero else [])], bottom, head)
+    x = Scale(first if names else 0, max(last, first + 1e-9 if names else 1), left, right)
+    parts = [text(MARGIN, 18 * row, words, "strong") for row, words in enumerate(titles, 1)]
+    place, anchor = (MARGIN, "start") if under else (width - MARGIN, "end")
+    parts.append(text(place, 18 * (len(titles) + under), note, "small", anchor))
+    parts.append(f'<rect class="panel" x="{left:g}" y="{head:g}" width="{right - left:g}" height="{height:g}"/>')
+    parts.append(f'<g class="axes">{_axes(x, y, names)}</g>')
+    parts.append(text((left + right) / 2, bottom + 32, word, "small", "middle"))
+    # A nested svg clips what leaves the frame, without an id that could clash with another picture's.
+    across, up = (right - left) / (x.high - x.low), -height / (y.high - y.low)
+    zoom = "" if names else ' data-zoom=""'
+    told = f' data-names="{escape("|".join(f"{place:g}={called}" for place, called in names))}"' if names else ""
+    parts.append(
+        f'<svg class="plot" x="{left:g}" y="{head:g}" width="{right - left:g}" height="{height:g}" overflow="hidden" '
+        f'data-range="{x.low:.8g} {x.high:.8g} {y.low:.8g} {y.high:.8g}" data-word="{escape(word)}"{zoom}{told}>'
+        f'<g transform="matrix({across:.8g} 0 0 {up:.8g} {-x.low * across:.8g} {height - y.low * up:.8g})">'
     )
+    parts += [_path(entry, y) for entry in lines]
+    parts.append("</g></svg>")
+    return svg("".join(parts), bottom + 42, label, width)
 
 
-def _text(x: float, y: float, text: str, style: str = "", anchor: str = "start") -> str:
-    return (
-        f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_escape(text)}</text>' if text else ""
-    )
+def _axes(x: Scale, y: Scale, names: Sequence[tuple[float, str]]) -> str:
+    """Grid lines and numbers; page.js draws them again when the chart is zoomed."""
+    parts: list[str] = []
+    for tick in y.ticks():
+        parts.append(line(x.start, y(tick), x.end, y(tick), "zero" if tick == 0 else "grid"))
+        parts.append(text(x.start - 7, y(tick) + 4, y.label(tick), "small", "end"))
+    free = x.end + MARGIN
+    for place, called in reversed(names or [(tick, x.label(tick)) for tick in x.ticks()]):
+        half = 3.4 * len(called)
+        at = min(x(place), x.end + MARGIN - half)
+        if at + half <= free:  # a name that would touch the one after it is left out
+            parts.append(text(at, y.start + 16, called, "small", "middle"))
+            free = at - half - 6
+    return "".join(parts)
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, style: str, tip: str = "") -> str:
-    title = f"<title>{_escape(tip)}</title>" if tip else ""
-    return f'<line class="{style}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}">{title}</line>'
+def _path(entry: Line, y: Scale) -> str:
+    """In units of the data. What is far outside the frame is clamped: no browser draws 1e300."""
+    reach = 50 * (y.high - y.low)
+
+    def places(steps: Sequence[float], values: Sequence[float]) -> list[str]:
+        kept = (max(y.low - reach, min(y.high + reach, value)) for value in values)
+        return [f"{step:g} {value:.5g}" for step, value in zip(steps, kept, strict=True)]
+
+    d = "M" + "L".join(places(entry.steps, entry.values))
+    if entry.upper:
+        d += "L" + "L".join(reversed(places(entry.steps, entry.upper))) + "Z"
+    return f'<path class="{entry.style}" data-arm="{escape(entry.arm)}" d="{d}">{title(entry.tip)}</path>'
 
 
-def _shorten(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def rates_plot(series: Sequence[Mapping[str, Any]], rates: Sequence[float], factor: str, name: str, label: str) -> str:
+    """The metric by rate on a log axis: a line of means, a dot a seed, a ring at the best, a cross where runs diverged.
 
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")  # XML has no way to write these
-
-
-def _escape(text: str) -> str:
-    return escape(_CONTROL.sub("\N{REPLACEMENT CHARACTER}", text), quote=True)
+    series: {"name", "arms" (one a rate), "colour", "means", "best", "seeds": [[(seed, value), ...] a rate],
+    "diverged": [count a rate]}. What is worse than half as much again as the best is drawn at the upper edge.
+    """
+    values = [value for entry in series for cell in entry["seeds"] for _, value in cell]
+    if not values:
+        return svg(text(MARGIN, 22, "No run is finished yet.", "small"), 36, label)
+    most = min(max(values), min(values) + 0.5 * abs(min(values)))
+    left, right, top, bottom = MARGIN + 58.0, WIDTH - MARGIN - 12.0, 44.0, 320.0
+    y = Scale.around([min(values), most], bottom, top + 18)
+    x = Scale.around([math.log(rate) for rate in rates], left, right)
+    parts = [text(MARGIN, 18, name, "strong")]
+    parts.append(f'<rect class="panel" x="{left:g}" y="{top:g}" width="{right - left:g}" height="{bottom - top:g}"/>')
+    for tick in y.ticks():
+        parts.append(line(left, y(tick), right, y(tick), "grid"))
+        parts.append(text(left - 8, y(tick) + 4, y.label(tick), "small", "end"))
+    parts += [text(x(math.log(rate)), bottom + 16, f"{rate:g}", "small", "middle") for rate in rates]
+    parts.append(text((left + right) / 2, bottom + 34, f"{factor}, logarithmic", "small", "middle"))
+    for number, entry in enumerate(series):
+        shift = 9.0 * (number - (len(series) - 1) / 2)
+        at = [x(math.log(rate)) + shift for rate in rates]
+        places = [(px, y(min(m, most))) for px, m in zip(at, entry["means"], strict=True) if m is not None]
+        marks: list[str] = []
+        if len(places) > 1:
+            path = "L".join(f"{px:.1f} {py:.1f}" for px, py in places)
+            marks.append(f'<path class="thick {entry["stroke"]}" d="M{path}">{title(entry["name"] + ": means")}</path>')
+        columns = zip(at, rates, entry["means"], entry["seeds"], entry["diverged"], strict=True)
+        for px, rate, mean, cell, lost in columns:
+            where = f"{entry['name']}, {factor} {rate:g}"
+            for seed, value in cell:
+                tip = f"{where}, seed {seed}: {plain_number(value, 5)}{' (beyond the edge)' * (value > most)}"
+                marks.append(dot(px, y(min(value, most)), entry["colour"], tip, 3.5))
+            if lost:
+                cross = f"M{px - 5:.1f} {top + 5:.1f}l10 10m0 -10l-10 10"
+                tip = title(f"{where}: {lost} run{'s' * (lost > 1)} diverged")
+                marks.append(f'<path class="thick s-{entry["colour"]}" d="{cross}">{tip}</path>')
+            if rate == entry["best"] and mean is not None:
+                tip = title(f"{entry['name']}: best at {factor} {rate:g}, mean {plain_number(mean, 5)}")
+                marks.append(f'<circle class="ring" cx="{px:.1f}" cy="{y(min(mean, most)):.1f}" r="9">{tip}</circle>')
+        parts.append(of_arm(entry["name"], "".join(marks)))
+    return svg("".join(parts), bottom + 44, label)

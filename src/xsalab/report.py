@@ -1,16 +1,20 @@
 """THE REPORT: one page, one table for the terminal, and summary.json. It prints what ``outcome`` says.
 
-No statistics here, and no script in the page: figures are inline SVG, a content policy forbids everything but the
-page's own style, and every text from outside (names, TOML, messages) goes through jinja2's escaping.
+No statistics here. Figures are inline SVG; a content policy forbids everything but the page's own style and its one
+script (page.js, by its hash), without which the page reads as well; every text from outside (names, TOML, messages)
+goes through jinja2's escaping.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +24,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from . import __version__, figures
+from . import __version__, figures, sections
 from .config import flat
+from .drawing import DARK, LIGHT, STYLE, Colours, plain_number
 from .experiment.design import Cell, Experiment, tables_of
 from .experiment.outcome import plus_minus
 from .experiment.store import RunStore
@@ -66,7 +71,7 @@ def write_report(experiment: Experiment, store: RunStore, content: Mapping[str, 
 
     Works while runs are missing. With several points there is one intervals-POINT.svg for each.
     """
-    colours = figures.Colours.of(content["baseline"], content["arms"])
+    colours = Colours.of(content["baseline"], content["arms"], content["crossed"])
     for point in content["points"]:
         rows = [row for row in content["contrasts"] if row["point"] == point]
         name = "intervals.svg" if len(content["points"]) == 1 else f"intervals-{point}.svg"
@@ -108,17 +113,17 @@ def _template() -> Template:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "bpb": bpb, "plus_minus": plus_minus, "percent": percent, "number": figures.plain_number, "ratio": ratio,
+        "bpb": bpb, "plus_minus": plus_minus, "percent": percent, "number": plain_number, "ratio": ratio,
         "seed_difference": seed_difference, "bytes": byte_count, "clock": clock, "p": p_value, "setting": setting,
         "details": figures.details, "count": "{:,}".format, "figure": benchmark_figure, "guessing": guessing,
-        "ends": least_to_most,
+        "ends": least_to_most, "interval": interval, "zip": zip,
     }  # fmt: skip
     return environment.get_template("page.html.j2")
 
 
 def render(content: Mapping[str, Any], curves: Losses, settings: Mapping[str, Any], file: str) -> str:
     """The page as HTML text. settings: the baseline's resolved configuration by dotted name. file: the TOML's name."""
-    colours = figures.Colours.of(content["baseline"], content["arms"])
+    colours = Colours.of(content["baseline"], content["arms"], content["crossed"])
     beta = figures.choose_beta(max((curve.steps[-1] + 1 for group in curves.values() for curve in group), default=1))
     return _template().render(
         o=content,
@@ -128,18 +133,33 @@ def render(content: Mapping[str, Any], curves: Losses, settings: Mapping[str, An
         points=[_point(content, curves, point, colours, beta) for point in content["points"]],
         over=_over_points(content),
         ci90=confidence90(content),
-        style=Markup(_variables() + figures.STYLE),
+        style=Markup(_variables() + STYLE),
+        script=Markup(script()),
+        script_hash=base64.b64encode(hashlib.sha256(script().encode()).digest()).decode(),
+        mechanism=sections.mechanism(content, colours),
+        rates=sections.rates(content),
+        steps_differ=any("steps" in field for row in content["contrasts"] for field in row["differs"]),
         data=embed(content),
         states=_states(content),
-        names=NAMES,
+        names=_names(content),
     )
+
+
+def _names(content: Mapping[str, Any]) -> dict[str, str]:
+    """What controls are called: "null control", and "null control of ARM" where it is a further arm's."""
+    further = [arm.partition("@") for arm in content["arms"]]
+    return NAMES | {f"{kind}@{of}": f"{NAMES[kind]} of {of}" for kind, at, of in further if at and kind in NAMES}
 
 
 def _variables() -> str:
-    light, dark = (
-        ";".join(f"--{name}:{value}" for name, value in colours.items()) for colours in (figures.LIGHT, figures.DARK)
-    )
+    light, dark = (";".join(f"--{name}:{value}" for name, value in colours.items()) for colours in (LIGHT, DARK))
     return f":root{{{light}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
+
+
+@lru_cache(maxsize=1)
+def script() -> str:
+    """page.js as it stands in the page; the content policy allows it by its hash and no other."""
+    return resources.files("xsalab").joinpath("page.js").read_text(encoding="utf-8")
 
 
 def embed(content: Mapping[str, Any]) -> Markup:
@@ -150,9 +170,7 @@ def embed(content: Mapping[str, Any]) -> Markup:
     return Markup(text)
 
 
-def _point(
-    content: Mapping[str, Any], curves: Losses, point: str, colours: figures.Colours, beta: float
-) -> dict[str, Any]:
+def _point(content: Mapping[str, Any], curves: Losses, point: str, colours: Colours, beta: float) -> dict[str, Any]:
     """What the page shows of one point: the rows of its tables, and its pictures."""
     rows = [row for row in content["contrasts"] if row["point"] == point]
     of = {arm: curves.get((point, arm), []) for arm in content["arms"]}
@@ -163,10 +181,14 @@ def _point(
         if row["kind"] != "effect":
             continue
         effect = _pairs_of(of[row["treatment"]], of[row["baseline"]], row["seeds"], beta)
-        null = next((other for other in rows if other["kind"] == "null"), None)
-        behind = _pairs_of(of["null"], of[null["baseline"]], null["seeds"], beta) if null else []
+        nulls = [other for other in rows if other["kind"] == "null"]
+        null = next((other for other in nulls if other["baseline"] == row["baseline"]), nulls[0] if nulls else None)
+        behind = _pairs_of(of[null["treatment"]], of[null["baseline"]], null["seeds"], beta) if null else []
+        behind_name = "" if null is None else f" Grey: the null control of {null['baseline']}, rounding alone."
         svg = figures.difference_plot(effect, behind, beta, colours, title)
-        pictures.append({"title": f"{row['treatment']} − {row['baseline']}", "svg": Markup(svg)})
+        name = f"{row['treatment']} − {row['baseline']}"
+        table = sections.numbers(sections.over_seeds([*effect, *behind], colours))
+        pictures.append({"title": name, "svg": Markup(svg), "behind": behind_name, "table": table})
     decided = [row for row in rows if row["kind"] == "effect" and "verdict" in row]
     first = [row for row in decided if row["primary"]] or decided[:1]
     combined = [row for row in content["combinations"] if row["point"] == point]
@@ -191,8 +213,26 @@ def _point(
         "runs": {(run["arm"], run["seed"]): run for run in content["runs"] if run["point"] == point},
         "intervals": Markup(figures.interval_plot(rows, colours)) if rows else "",
         "curves": Markup(figures.curve_plot(shown, beta, colours, title)),
+        "curve_table": sections.numbers(
+            sections.over_seeds([figures.smoothed(curve, beta) for curve in shown if curve.values], colours)
+        ),
+        "legend": sections.legend([arm for arm in content["arms"] if arm != "twin" and of[arm]], colours),
+        "times": _training_times(content, point),
         "differences": pictures,
     }
+
+
+def _training_times(content: Mapping[str, Any], point: str) -> list[dict[str, Any]]:
+    """Of each arm: how long its finished runs took on the clock, from least to most, other work included."""
+    found: list[dict[str, Any]] = []
+    for arm in content["arms"]:
+        runs = [run for run in content["runs"] if (run["point"], run["arm"], run["state"]) == (point, arm, "finished")]
+        seconds = [run["seconds"]["training"] for run in runs if "training" in run.get("seconds", {})]
+        if seconds:
+            steps = [run["steps"] for run in runs]
+            ends = {"least": min(seconds), "most": max(seconds), "steps": [min(steps), max(steps)]}
+            found.append({"arm": arm, "runs": len(seconds), **ends})
+    return found
 
 
 def _over_points(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -210,7 +250,7 @@ def _combined_plot(rows: Sequence[Mapping[str, Any]]) -> Markup | str:
         shown.append({**row, "kind": "effect", "treatment": row["name"], "label": left, "baseline": right})
     if not any("estimate" in row for row in shown):
         return ""
-    return Markup(figures.interval_plot(shown, figures.Colours.of("", [row["name"] for row in shown])))
+    return Markup(figures.interval_plot(shown, Colours.of("", [row["name"] for row in shown])))
 
 
 def _cell_means(content: Mapping[str, Any], point: str) -> list[dict[str, Any]]:
@@ -291,6 +331,15 @@ def least_to_most(ends: Sequence[int]) -> str:
     return f"{ends[0]:,}" if ends[0] == ends[1] else f"{ends[0]:,} to {ends[1]:,}"
 
 
+def interval(estimate: Mapping[str, Any]) -> str:
+    """ "−0.0043 to −0.0019": two digits of the half width decide how many there are; "none" where there is none."""
+    if estimate["low"] is None:
+        return "none"
+    half = (estimate["high"] - estimate["low"]) / 2
+    places = max(0, 1 - int(f"{half:.1e}".partition("e")[2])) if half else 6
+    return " to ".join(f"{round(estimate[end], places) + 0.0:.{places}f}" for end in ("low", "high")).replace("-", "−")
+
+
 def seed_difference(value: float) -> str:
     """ "−0.003100": six decimals for every seed, so that a column can be read down."""
     return f"{value:+.6f}".replace("-", "−")
@@ -301,7 +350,7 @@ def percent(share: float, digits: int = 2, signed: bool = True) -> str:
     if abs(share) < 1e-7:
         return "0 %"
     sign = "+" if signed and share > 0 else ""
-    return f"{sign}{figures.plain_number(100 * share, digits)} %"
+    return f"{sign}{plain_number(100 * share, digits)} %"
 
 
 def ratio(value: float) -> str:

@@ -172,7 +172,6 @@ NOT_HERE: dict[str, str] = {
     "F124": "no averaged weights",
     "F126": "no averaged weights",
     "F127": "no averaged weights",
-    "F171": "no diagnostics of weights yet",
 }
 HEAD = """# Known faults
 

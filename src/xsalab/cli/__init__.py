@@ -1,7 +1,7 @@
 """The command: its verbs by file, each a few lines that call one function, and what becomes of an error.
 
 experiments   data, check, run, status, report, train
-models        sample, chat, sft, core, chatcore, export
+models        sample, chat, sft, core, chatcore, diagnose, export
 tools         plan, calibrate, align, compare
 
 Exit codes: 0 done; 1 a check failed or a run diverged; 2 a mistake in what was asked; 130 interrupted.

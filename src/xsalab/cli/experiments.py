@@ -382,16 +382,27 @@ def status(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -
 
 
 @app.command()
-def report(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -> None:
+def report(
+    file: File,
+    out: Out = OUT,
+    sets: Sets = None,
+    format_: Annotated[
+        str, typer.Option("--format", help="html; md or latex: also report.md or report.tex beside the page")
+    ] = "html",
+    figures: Annotated[Path | None, typer.Option(help="also the figures for a paper, as SVG, into this folder")] = None,
+    json_: Json = False,
+) -> None:
     """Print the verdicts and write the page again from what is stored. Runs no code of the experiment's plugins.
 
-    Example: xsalab report experiments/quick.toml
+    Example: xsalab report experiments/quick.toml --format md --figures out/figures
     """
     from ..experiment.outcome import outcome
     from ..experiment.stages import as_run
     from ..experiment.store import RunStore
-    from ..report import print_outcome, write_report
+    from ..paper import check_format, write_paper
+    from ..report import losses, print_outcome, write_report
 
+    check_format(format_)
     experiment = load(file, sets, plugins=False)
     store = RunStore.of(experiment, out)
     if not store.folder.is_dir():
@@ -399,8 +410,16 @@ def report(file: File, out: Out = OUT, sets: Sets = None, json_: Json = False) -
     experiment = as_run(experiment, store)
     result = outcome(experiment, store)
     page = write_report(experiment, store, result)
+    more = []
+    if format_ != "html" or figures:
+        more = write_paper(experiment, store, result, losses(experiment, store), format_, figures)
     if json_:
-        print(json.dumps({**result, "report": str(page)}, ensure_ascii=False, allow_nan=False))
+        files = {"report": str(page), "files": [str(path) for path in more]}
+        print(json.dumps({**result, **files}, ensure_ascii=False, allow_nan=False))
     else:
         print_outcome(result, console)
         print(f"report: {page}")
+        if format_ != "html":
+            print(f"text: {more[0]}")
+        if figures:
+            print(f"figures: {len(more) - (format_ != 'html')} in {figures}")

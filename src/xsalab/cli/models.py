@@ -1,4 +1,4 @@
-"""Verbs for a trained run: sample, chat, sft, core, chatcore, export."""
+"""Verbs for a trained run: sample, chat, sft, core, chatcore, diagnose, export."""
 
 from __future__ import annotations
 
@@ -263,6 +263,61 @@ def chatcore(
             print(f"{name} {content[name]:.4f}")
     say_lines(content["notes"])
     print(content["folder"])
+
+
+@app.command()
+def diagnose(
+    folders: Annotated[list[Path], typer.Argument(metavar="RUN", help="folders of finished runs")],
+    rows: Annotated[int, typer.Option(min=1, help="validation rows of the model's context that are read")] = 8,
+    json_: Json = False,
+) -> None:
+    """Measure what attention does in every layer and head of finished runs, into RUN/mechanism/step-N.parquet.
+
+    Example: xsalab diagnose out/experiments/quick/runs/base.xsa.s0
+
+    Example: xsalab diagnose out/experiments/quick/runs/base.* --rows 32 --json
+    """
+    from ..experiment.diagnosing import diagnose_run
+    from ..experiment.store import RunFolder
+
+    made: list[dict[str, Any]] = []
+    with bar("diagnosing", len(folders)) as update:
+        for number, folder in enumerate(folders):
+            update(number, f"diagnosing {folder.name}")
+            tell_plugins(folder, RunFolder(folder).read("config").get("plugins", {}).items())
+            diagnosed = diagnose_run(folder, rows).as_json()
+            for text in diagnosed["notes"]:
+                note(f"{folder}: {text}")
+            made.append(diagnosed)
+    if json_:
+        print(json.dumps(made, ensure_ascii=False, allow_nan=False))
+        return
+    for content in made:
+        _layer_table(content)
+
+
+def _layer_table(content: dict[str, Any]) -> None:
+    """A diagnosis by layer, means over heads."""
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    for heading in (
+        "layer", "cos", "energy", "removed", "self", "uniform", "first", "reach", "α", "dL/dα",
+    ):  # fmt: skip
+        table.add_column(spelled(heading), justify="right", overflow="fold")
+    forms = {
+        "energy_before": ".1%", "removed": ".1%", "self_weight": ".4f", "uniform": ".4f", "first_weight": ".4f",
+        "reach": ".1f", "alpha": ".3f", "alpha_gradient": "+.5f",
+    }  # fmt: skip
+    for row in content["layers"]:
+        cosines = (_cell(row[name], ".3f") for name in ("cos_before", "cos_after"))
+        table.add_row(str(row["layer"]), " > ".join(cosines), *(_cell(row[name], form) for name, form in forms.items()))
+    loss = f"{content['loss']:.4f} nats a token over {content['tokens']:,} tokens"
+    print(f"{content['run']}: {content['steps']:,} steps, {loss}")
+    console.print(table)
+    print(content["file"])
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form).replace("%", " %")
 
 
 @app.command()

@@ -47,7 +47,8 @@ Row = dict[str, Any]
 @dataclass(frozen=True)
 class Mechanism:
     """``loss``: mean nats a token of the rows. ``rows``: one a layer, head and range of positions ``start`` to ``end``
-    (exclusive), the whole context first; columns as in the module's text. ``tokens``: positions that were read.
+    (exclusive), the whole context first; columns as in the module's text, None where there is no number or none that is
+    finite. ``tokens``: positions that were read.
     """
 
     loss: float
@@ -63,9 +64,10 @@ def validation_rows(corpus: Corpus, config: EvalConfig, context: int, count: int
     documents = evaluation_documents(corpus, config.max_bytes)
     rows = nanochat_rows([document.tokens for document in documents], corpus.tokenizer.bos, context + 1)
     if not 1 <= count <= len(rows):
+        legal = f"ask for 1 to {len(rows)}, or " if len(rows) else ""
         raise ValueError(
-            f"rows = {count}: the {config.max_bytes:,} bytes of validation text that are scored fill {len(rows)} rows "
-            f"of the model's context, {context} tokens; ask for 1 to {len(rows)}, or raise eval.max_bytes"
+            f"rows = {count}: the {len(documents)} validation documents that are scored fill {len(rows)} rows of the "
+            f"model's context, {context} tokens; {legal}raise eval.max_bytes, or give more validation text"
         )
     sizes = np.asarray(corpus.tokenizer.bytes_per_token())
     targets = np.where(sizes[rows[:count, 1:]] > 0, rows[:count, 1:], MASKED)
@@ -75,9 +77,10 @@ def validation_rows(corpus: Corpus, config: EvalConfig, context: int, count: int
 def diagnose(model: GPT, inputs: Int[Tensor, "n t"], targets: Int[Tensor, "n t"], batch_rows: int = 1) -> Mechanism:
     """One forward and one backward pass over the rows, ``batch_rows`` at a time; the model is left as it was.
 
-    ValueError for rows shorter than the model's context, and for a variant whose attention cannot be measured.
+    ValueError for rows of another length than the model's context, and for a variant whose attention cannot be
+    measured.
     """
-    if inputs.shape != targets.shape or inputs.ndim != 2 or inputs.shape[1] < model.config.context:
+    if inputs.shape != targets.shape or inputs.ndim != 2 or inputs.shape[1] != model.config.context:
         raise ValueError(
             f"rows of {inputs.shape[-1]} tokens: the model's context is {model.config.context}; diagnostics by "
             "position need rows of the whole context"
@@ -85,7 +88,7 @@ def diagnose(model: GPT, inputs: Int[Tensor, "n t"], targets: Int[Tensor, "n t"]
     device, counted = model.head.weight.device, int((targets >= 0).sum())
     if not counted:
         raise ValueError(f"{len(inputs)} rows hold no target that counts: every one is a special token")
-    layers = [_Layer(model.choice.name if block.attention.variant else "") for block in model.blocks]  # pyright: ignore
+    layers = [_Layer(model.choice.name) for _ in model.blocks]
     loss = 0.0
     for first in range(0, len(inputs), batch_rows):
         some = slice(first, first + batch_rows)
@@ -93,8 +96,12 @@ def diagnose(model: GPT, inputs: Int[Tensor, "n t"], targets: Int[Tensor, "n t"]
             nats = model.token_nats(inputs[some].to(device), targets[some].to(device)).sum() / counted
         loss += float(nats.detach())
         # Gradients of the variants' outputs alone: no parameter's is made or changed.
-        gradients = torch.autograd.grad(nats, [layer.seen().z for layer in layers])
+        gradients = torch.autograd.grad(nats, [layer.seen().z for layer in layers], allow_unused=True)
         for layer, gradient in zip(layers, gradients, strict=True):
+            if gradient is None:
+                raise ValueError(
+                    f"variant {layer.variant!r}: project does not pass on what the variant's forward gives"
+                )
             layer.end(gradient)
     rows = [row for number, layer in enumerate(layers) for row in layer.rows(number)]
     return Mechanism(loss, inputs.numel(), rows)
@@ -122,9 +129,13 @@ def attention_weights(
 ) -> Weights:
     """What ``attend.explicit`` weighs the values with, a block of queries at a time."""
     (b, t, heads, size), groups = q.shape, k.shape[2]
+    if k.shape[1] != t:
+        raise ValueError(f"{t} queries and {k.shape[1]} keys: weights are of a whole sequence, a key for each query")
     dtype = torch.promote_types(q.dtype, torch.float32)
     query, key = positions(q, k)
-    block = max(1, min(t, BLOCK // (b * heads * min(t, window + 128))))
+    # n queries meet at most min(t, n + window) keys: the largest n for which n times that is within the share of a head
+    share = BLOCK // (b * heads)
+    block = max(1, share // t, (math.isqrt(window**2 + 4 * share) - window) // 2)
     found = []
     for start in range(0, t, block):
         end = min(start + block, t)
@@ -276,20 +287,20 @@ class _Layer:
             for start, end in position_ranges(length):
                 total = {name: float(value[head, start:end].sum()) for name, value in self.sums.items()}
                 n = self.count * (end - start)
-                logit = float(self.logit[head, start:end].max())
                 whole = (start, end) == (0, length)
-                yield {
-                    "layer": layer, "head": head, "start": start, "end": end,
+                numbers = {
                     **{name: total[name] / n for name in MEANS},
                     "energy_before": _share(total["along_before"], total["square_before"]),
                     "energy_after": _share(total["along_after"], total["square_after"]),
                     "removed": _share(total["gone"], total["norm_before"]),
-                    "logit": logit if math.isfinite(logit) else None,
-                    "rank_before": float(ranks[0][head]) if whole else None,
-                    "rank_after": float(ranks[1][head]) if whole else None,
-                    "alpha": float(self.alpha[head]) if whole else None,
-                    "alpha_gradient": float(self.slope[head]) if whole else None,
-                }  # fmt: skip
+                    "logit": float(self.logit[head, start:end].max()),
+                    "rank_before": float(ranks[0][head]) if whole else math.nan,
+                    "rank_after": float(ranks[1][head]) if whole else math.nan,
+                    "alpha": float(self.alpha[head]) if whole else math.nan,
+                    "alpha_gradient": float(self.slope[head]) if whole else math.nan,
+                }
+                place = {"layer": layer, "head": head, "start": start, "end": end}
+                yield {**place, **{name: n if math.isfinite(n) else None for name, n in numbers.items()}}
 
 
 MEANS = (
@@ -308,11 +319,12 @@ def _share(part: float, whole: float) -> float:
 
 
 def effective_rank(gram: Float[Tensor, "h d d"]) -> Float[Tensor, " h"]:
-    """exp H(σ / Σσ) of the matrices with these Gram matrices; 0 for a zero matrix."""
-    singular = torch.linalg.eigvalsh(gram).clamp_min(0).sqrt()
+    """exp H(σ / Σσ) of the matrices with these Gram matrices; 0 for a zero matrix, NaN for one that is not finite."""
+    finite = gram.isfinite().flatten(1).all(1)
+    singular = torch.linalg.eigvalsh(gram.where(finite[:, None, None], 0)).clamp_min(0).sqrt()
     share = singular / singular.sum(-1, keepdim=True).clamp_min(torch.finfo(gram.dtype).tiny)
     rank = torch.special.entr(share).sum(-1).exp()
-    return rank.masked_fill(singular.sum(-1) == 0, 0)
+    return rank.masked_fill(singular.sum(-1) == 0, 0).masked_fill(~finite, math.nan)
 
 
 @contextmanager

@@ -41,6 +41,18 @@ def adjusted_ps(
     return adjusted
 
 
+def margin_of(experiment: Experiment, estimate: Estimate) -> float:
+    """The margin of equivalence in units of the metric. ValueError for a share of nothing."""
+    primary = experiment.primary
+    margin = primary.margin if primary.absolute else primary.margin * abs(estimate.baseline_mean)
+    if not margin > 0:
+        raise ValueError(
+            f"{experiment.path}: primary.margin = {primary.margin}: a share of the baseline's {primary.metric}, which "
+            f"is 0; give the margin in units of {primary.metric}, primary = {{ ..., margin = 0.01, absolute = true }}"
+        )
+    return margin
+
+
 def judge(
     experiment: Experiment,
     pair: PairSet,

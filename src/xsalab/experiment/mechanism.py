@@ -9,6 +9,7 @@ Both lie in the run's folder and are written whole; a resumed run writes the sam
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,8 @@ def _matrices(model: GPT) -> dict[str, torch.nn.Parameter]:
 
 def write_mechanism(folder: Path, step: int, found: Mechanism) -> Path:
     """Stores a diagnosis in the run's folder."""
-    common = {"step": step, "loss": found.loss, "tokens": found.tokens}
+    loss = found.loss if math.isfinite(found.loss) else None  # of a run that is about to break down
+    common = {"step": step, "loss": loss, "tokens": found.tokens}
     return _write(folder / "mechanism", step, [{**common, **row} for row in found.rows])
 
 

@@ -6,7 +6,6 @@ The terminal table, the report and summary.json print this and compute nothing.
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,8 +28,12 @@ from .analyses import dose_responses, equal_times, estimate_row, remembered_scor
 from .benchmarks import benchmarks
 from .command import unchecked
 from .design import Arm, Cell, Combination, Contrast, Experiment, combinations, contrasts, expand, resolve
-from .judging import adjusted_ps, in_family, is_exploratory, judge
+from .judging import adjusted_ps, in_family, is_exploratory, judge, margin_of
+from .mechanism_tables import mechanism_tables
 from .pairing import PairSet, Scores, pairs, twin_agrees
+from .published import published
+from .rates import rate_sweeps
+from .stability import stability
 from .stages import changed_since, runs_before_looks
 from .store import RunFolder, RunStore
 from .timing import measured_costs
@@ -74,6 +77,7 @@ def outcome(experiment: Experiment, store: RunStore) -> dict[str, Any]:
     costs = measured_costs(experiment, store)
     cells = expand(experiment)
     runs = [_run(store, cell) for cell in cells]
+    steady, steady_runs = stability(experiment, store)
     content: dict[str, Any] = {
         "format": FORMAT,
         "name": experiment.name,
@@ -97,13 +101,14 @@ def outcome(experiment: Experiment, store: RunStore) -> dict[str, Any]:
         # the curve's minimum is what is looked for, so a metric whose maximum is best has no curve
         "doses": dose_responses(experiment, store, scores, confidence) if experiment.metric.lower_is_better else [],
         "benchmarks": benchmarks(experiment, store, levels),
+        "mechanism": mechanism_tables(experiment, store),
         "equal_time": equal_times(experiment, store, costs, scores, confidence),
         "twin": twin_agrees(experiment, store) if "twin" in experiment.arms else None,
         "costs": costs,
         "runs": runs,
-        "stability": [
-            _stability(store, contrast_arm, cells) for contrast_arm in experiment.arms if contrast_arm != "twin"
-        ],
+        "stability": steady,
+        "run_stability": steady_runs,
+        "rates": rate_sweeps(experiment, store, rows[: len(two_arms)], scores, levels),
         "environments": _environments(store, cells),
         "corpora": _corpora(store),
         "unchecked": unchecked(experiment),
@@ -117,6 +122,7 @@ def outcome(experiment: Experiment, store: RunStore) -> dict[str, Any]:
         trend = pair.contrast
         if isinstance(trend, Combination) and trend.kind == "trend" and pair.table is not None and shares:
             row["relative_trend"] = _relative_trend(experiment, store, trend, content["levels"], scores, confidence)
+    content["published"] = published(experiment, content["contrasts"], content["benchmarks"])
     content["headline"] = headline(content)
     content["warnings"] = _warnings(content)
     return content
@@ -161,7 +167,7 @@ def _contrast(
     else:
         left, _, right = contrast.words.partition(" against ")
         sides = left, right
-    margin = _margin(experiment, estimate) if estimate is not None else 1.0
+    margin = margin_of(experiment, estimate) if estimate is not None else 1.0
     verdict = judge(
         experiment, pair, estimate, margin=margin, lower_is_better=experiment.metric.lower_is_better,
         adjusted_p=adjusted, looks=levels,
@@ -191,18 +197,6 @@ def _contrast(
         metric = experiment.metric.name + (" for each doubling" if contrast.kind == "trend" else "")
         row["sentence"] = sentence(*sides, estimate, verdict, metric=metric)
     return row
-
-
-def _margin(experiment: Experiment, estimate: Estimate) -> float:
-    """In units of the metric. ValueError for a share of nothing."""
-    primary = experiment.primary
-    margin = primary.margin if primary.absolute else primary.margin * abs(estimate.baseline_mean)
-    if not margin > 0:
-        raise ValueError(
-            f"{experiment.path}: primary.margin = {primary.margin}: a share of the baseline's {primary.metric}, which "
-            f"is 0; give the margin in units of {primary.metric}, primary = {{ ..., margin = 0.01, absolute = true }}"
-        )
-    return margin
 
 
 def _relative_trend(
@@ -268,26 +262,6 @@ def _levels(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         for (point, arm), values in found.items()
     ]
-
-
-def _stability(store: RunStore, arm: str, cells: Sequence[Cell]) -> dict[str, Any]:
-    """How an arm's runs behaved while training: finished, diverged, and spikes that came back."""
-    runs = [store.run(cell) for cell in cells if cell.arm == arm]
-    losses = [[row["loss"] for row in run.metrics() if _finite(row.get("loss"))] for run in runs]
-    states = [run.state for run in runs]
-    norms = [row["grad_norm"] for run in runs for row in run.metrics() if _finite(row.get("grad_norm"))]
-    return {
-        "arm": arm,
-        "runs": len(runs),
-        "finished": states.count("finished"),
-        "diverged": states.count("diverged"),
-        "spikes": sum(spikes(series) for series in losses),
-        "largest_grad_norm": max(norms, default=None),
-    }
-
-
-def _finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
 
 
 def _environments(store: RunStore, cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -404,12 +378,3 @@ def _warnings(content: Mapping[str, Any]) -> list[str]:
         share = 100 * content["costs"]["others"]
         found.append(f"step times were taken while other work held {share:.0f} % of the machine: do not rely on them")
     return found
-
-
-def spikes(losses: Sequence[float], window: int = 16, rise: float = 0.5) -> int:
-    """Steps at which the loss stands ``rise`` nats above the median of the ``window`` steps before it."""
-    count = 0
-    for step in range(window, len(losses)):
-        before = sorted(losses[step - window : step])[window // 2]
-        count += losses[step] > before + rise
-    return count

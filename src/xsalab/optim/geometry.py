@@ -6,6 +6,7 @@ Muon's update is meant to have singular values near one another, so a variant th
 from __future__ import annotations
 
 import hashlib
+import math
 
 import torch
 from jaxtyping import Float
@@ -19,21 +20,28 @@ def matrix_geometry(weight: Float[Tensor, "m n"], update: Float[Tensor, "m n"]) 
 
     stable_rank, update_stable_rank: ‖·‖_F² / ‖·‖₂², from 1 to min(m, n). update_spread: standard deviation over mean of
     the update's singular values, 0 for an orthogonal matrix. update_ratio: ‖update‖_F / ‖weight‖_F. None where a
-    matrix is zero.
+    matrix is zero, or holds a number that is not finite.
     """
-    values = torch.linalg.svdvals(weight.detach().float())
-    moved = torch.linalg.svdvals(update.detach().float())
-    mean = float(moved.mean())
+    values, moved = _singular(weight), _singular(update)
     return {
-        "stable_rank": _stable_rank(values),
-        "update_stable_rank": _stable_rank(moved),
-        "update_spread": float(moved.std(correction=0)) / mean if mean > 0 else None,
-        "update_ratio": float(moved.norm() / values.norm()) if float(values.norm()) > 0 else None,
+        "stable_rank": _ratio(values.square().sum(), values[0].square()),
+        "update_stable_rank": _ratio(moved.square().sum(), moved[0].square()),
+        "update_spread": _ratio(moved.std(correction=0), moved.mean()),
+        "update_ratio": _ratio(moved.norm(), values.norm()),
     }
 
 
-def _stable_rank(values: Tensor) -> float | None:
-    return float(values.square().sum() / values[0].square()) if float(values[0]) > 0 else None
+def _singular(matrix: Tensor) -> Tensor:
+    """Singular values, largest first; NaN where there are none, as of a step at which training breaks down."""
+    matrix = matrix.detach().float()
+    if not bool(matrix.isfinite().all()):
+        return torch.full((min(matrix.shape),), math.nan)
+    return torch.linalg.svdvals(matrix)
+
+
+def _ratio(part: Tensor, whole: Tensor) -> float | None:
+    ratio = float(part / whole)
+    return ratio if math.isfinite(ratio) else None
 
 
 def sketch(name: str, update: Float[Tensor, "m n"], size: int = SKETCH) -> Float[Tensor, " s"]:
