@@ -23,6 +23,9 @@ from .drawing import LIGHT, Colours, plain_number
 from .files import make_folder, write_atomic
 
 Row = Mapping[str, Any]
+MAPS = (  # drawn: a map of each measure and point would fill a paper
+    "cos_before", "removed", "self_over_uniform", "first_weight", "reach", "alpha", "alpha_gradient",
+)  # fmt: skip
 PAGE, COLUMN = 7.0, 3.4  # inches
 MOST = 6  # panels side by side
 STYLE: Any = {
@@ -301,7 +304,7 @@ def _settle(axis: Any) -> None:
 
 
 def _heat_maps(pen: Pen, found: Row) -> Iterable[Picture]:
-    """Of each measure: layer × head for every arm, and below the differences of the effects."""
+    """Of the most telling measures: layer × head for every arm, and below the differences of the effects."""
     arms = [arm for arm in found["arms"] if not _is_control(arm)] or list(found["arms"])
     effects = [
         (row["treatment"], row["baseline"])
@@ -309,7 +312,7 @@ def _heat_maps(pen: Pen, found: Row) -> Iterable[Picture]:
         if (row["point"], row["kind"]) == (found["point"], "effect") and {row["treatment"], row["baseline"]} <= {*arms}
     ]
     effects = list(dict.fromkeys(effects))
-    for name, measure in found["measures"].items():
+    for name, measure in ((name, measure) for name, measure in found["measures"].items() if name in MAPS):
         maps = {arm: _table(found["arms"][arm]["final"][name]["mean"]) for arm in arms if _has(found, arm, name)}
         maps = {arm: table for arm, table in maps.items() if table.count()}
         if not maps:

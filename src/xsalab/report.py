@@ -227,10 +227,11 @@ def _training_times(content: Mapping[str, Any], point: str) -> list[dict[str, An
     found: list[dict[str, Any]] = []
     for arm in content["arms"]:
         runs = [run for run in content["runs"] if (run["point"], run["arm"], run["state"]) == (point, arm, "finished")]
-        seconds = [run["seconds"]["training"] for run in runs if "training" in run.get("seconds", {})]
-        if seconds:
-            steps = [run["steps"] for run in runs]
-            ends = {"least": min(seconds), "most": max(seconds), "steps": [min(steps), max(steps)]}
+        runs = [run for run in runs if "training" in run.get("seconds", {})]
+        if runs:
+            seconds = [run["seconds"]["training"] for run in runs]
+            steps = [run["steps"] for run in runs if "steps" in run]  # a command does not tell
+            ends = {"least": min(seconds), "most": max(seconds), "steps": [min(steps), max(steps)] if steps else None}
             found.append({"arm": arm, "runs": len(seconds), **ends})
     return found
 

@@ -90,7 +90,7 @@ def with_all(folder: Path, values: Values, toml: str = THREE + ARMS, **options: 
 
 
 def test_a_heat_map_is_the_mean_over_seeds_of_each_layer_and_head(tmp_path: Path) -> None:
-    """F201: against Python's own mean and standard deviation, head by head; nothing of it is averaged over heads."""
+    """against Python's own mean and standard deviation, head by head; nothing of it is averaged over heads."""
 
     def value(cell: Cell, layer: int, head: int) -> float:
         return 10 * layer + head + 0.1 * cell.seed**2
@@ -107,7 +107,7 @@ def test_a_heat_map_is_the_mean_over_seeds_of_each_layer_and_head(tmp_path: Path
 
 
 def test_runs_that_did_not_finish_are_in_no_heat_map_and_named(tmp_path: Path) -> None:
-    """F202: a diverged run's numbers would be those of another moment; a run without its end is told as well."""
+    """a diverged run's numbers would be those of another moment; a run without its end is told as well."""
     state = {("xsa", 1): {"state": "diverged", "step": 50}}
     experiment, store = fake(tmp_path, THREE + ARMS, lambda cell: state.get((cell.arm, cell.seed), {}))
     for cell in expand(experiment):
@@ -120,7 +120,7 @@ def test_runs_that_did_not_finish_are_in_no_heat_map_and_named(tmp_path: Path) -
 
 
 def test_one_seed_has_no_standard_deviation_and_what_is_missing_is_null(tmp_path: Path) -> None:
-    """F203: a logit that no query has is null, alone and in every mean over it, and JSON takes the whole."""
+    """a logit that no query has is null, alone and in every mean over it, and JSON takes the whole."""
     toml = THREE.replace("[0, 1, 2]", "[0]") + ARMS
     experiment, store = with_all(tmp_path, lambda c, layer, head: {"logit": None if layer == head == 1 else 2.0}, toml)
     (entry,) = mechanism_tables(experiment, store)
@@ -131,7 +131,7 @@ def test_one_seed_has_no_standard_deviation_and_what_is_missing_is_null(tmp_path
 
 
 def test_self_weight_is_told_against_uniform_attention_by_position(tmp_path: Path) -> None:
-    """F204: the ratio of the two means of each range; a profile is the mean over layers and heads at the end."""
+    """the ratio of the two means of each range; a profile is the mean over layers and heads at the end."""
     experiment, store = with_all(tmp_path, lambda c, layer, head: {"self_weight": 3.0 + head, "uniform": 2.0})
     arm = mechanism_tables(experiment, store)[0]["arms"]["xsa"]
     assert arm["final"]["self_over_uniform"]["mean"] == [[1.5, 2.0], [1.5, 2.0]]
@@ -143,7 +143,7 @@ def test_self_weight_is_told_against_uniform_attention_by_position(tmp_path: Pat
 
 
 def test_curves_hold_the_seeds_of_equal_steps(tmp_path: Path) -> None:
-    """F205: one seed that was diagnosed at other steps is in the heat map, in no curve, and named."""
+    """one seed that was diagnosed at other steps is in the heat map, in no curve, and named."""
     experiment, store = with_all(tmp_path, lambda c, layer, head: {"alpha": layer + head + c.seed})
     for seed, step in ((0, 40), (1, 40), (2, 30)):
         diagnosed(store, Cell("base", "xsa", seed), lambda c, *_: {"alpha": -c.seed}, step=step)
@@ -155,7 +155,7 @@ def test_curves_hold_the_seeds_of_equal_steps(tmp_path: Path) -> None:
 
 
 def test_geometry_is_the_mean_over_the_matrices_that_are_not_zero(tmp_path: Path) -> None:
-    """F206: a matrix that starts at zero has no stable rank; where no matrix has one there is none."""
+    """a matrix that starts at zero has no stable rank; where no matrix has one there is none."""
     experiment, store = with_all(tmp_path, same)
     for cell in expand(experiment):
         updated(store, cell, 0, {"a": [1], "b": [1]}, stable_rank=[None, 4.0], update_ratio=[None, None])
@@ -170,7 +170,7 @@ def test_geometry_is_the_mean_over_the_matrices_that_are_not_zero(tmp_path: Path
 
 
 def test_the_twin_is_left_out(tmp_path: Path) -> None:
-    """F207: it is the baseline again."""
+    """it is the baseline again."""
     experiment, store = with_all(tmp_path, same, THREE + ARMS.replace("twin = false", "twin = true"))
     (entry,) = mechanism_tables(experiment, store)
     assert list(entry["arms"]) == ["standard", "xsa"]
@@ -178,7 +178,7 @@ def test_the_twin_is_left_out(tmp_path: Path) -> None:
 
 
 def test_an_experiment_without_diagnostics_says_nothing(tmp_path: Path) -> None:
-    """F208: an empty list, and outcome has the key."""
+    """an empty list, and outcome has the key."""
     experiment, store = fake(tmp_path, THREE + ARMS)
     assert outcome(experiment, store)["mechanism"] == []
 
@@ -187,7 +187,7 @@ def test_an_experiment_without_diagnostics_says_nothing(tmp_path: Path) -> None:
 
 
 def test_runs_that_read_other_rows_are_named(tmp_path: Path) -> None:
-    """F209: within an arm, and across the arms of a point."""
+    """within an arm, and across the arms of a point."""
     experiment, store = with_all(tmp_path, same)
     one = diagnosed(store, Cell("base", "xsa", 1), same, rows=8)
     with pytest.raises(
@@ -201,7 +201,7 @@ def test_runs_that_read_other_rows_are_named(tmp_path: Path) -> None:
 
 
 def test_runs_of_other_lengths_are_named(tmp_path: Path) -> None:
-    """F210: an arm's ends must be one moment."""
+    """an arm's ends must be one moment."""
     experiment, store = with_all(tmp_path, same)
     run = store.run(Cell("base", "standard", 2))
     run.write("status", {**run.status, "steps": 90})
@@ -211,7 +211,7 @@ def test_runs_of_other_lengths_are_named(tmp_path: Path) -> None:
 
 
 def test_a_diagnosis_with_a_row_too_few_is_named(tmp_path: Path) -> None:
-    """F211: the last head lacks its last range."""
+    """the last head lacks its last range."""
     experiment, store = with_all(tmp_path, same)
     path = diagnosed(store, Cell("base", "xsa", 0), same)
     write_rows(path, pq.read_table(path).to_pylist()[:-1])
@@ -223,7 +223,7 @@ def test_a_diagnosis_with_a_row_too_few_is_named(tmp_path: Path) -> None:
 
 
 def test_cosines_are_those_of_the_sketches(tmp_path: Path) -> None:
-    """F212: angles by hand; a matrix that did not move or that one side lacks does not count; the null is marked."""
+    """angles by hand; a matrix that did not move or that one side lacks does not count; the null is marked."""
     experiment, store = with_all(tmp_path, same, THREE + ARMS.replace("null = false", ""))
     for cell in expand(experiment):
         other = {"a": [0, 2, 0], "b": [1, 1, 0], "still": [1, 0, 0], "only": [1, 1, 1]}
@@ -242,7 +242,7 @@ def test_cosines_are_those_of_the_sketches(tmp_path: Path) -> None:
 
 
 def test_the_error_that_is_told_is_the_sketches_own(tmp_path: Path) -> None:
-    """F213: matrices with a cosine of 0.6 by construction, sketched; within four of the errors that the words tell."""
+    """matrices with a cosine of 0.6 by construction, sketched; within four of the errors that the words tell."""
     experiment, store = with_all(tmp_path, same)
     for cell in expand(experiment):
         generator = torch.Generator().manual_seed(cell.seed)  # a pair draws the same two
@@ -263,7 +263,7 @@ def test_the_error_that_is_told_is_the_sketches_own(tmp_path: Path) -> None:
 
 
 def test_sentences_say_levels_and_how_many_seeds_agree(tmp_path: Path) -> None:
-    """F214: one seed in three goes the other way; the level is the mean over layers, heads and seeds."""
+    """one seed in three goes the other way; the level is the mean over layers, heads and seeds."""
 
     def values(cell: Cell, layer: int, head: int) -> dict[str, float]:
         if cell.arm == "standard":
@@ -283,7 +283,7 @@ def test_sentences_say_levels_and_how_many_seeds_agree(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5])
 def test_a_layer_is_named_where_every_seed_agrees_in_its_sum_over_heads(tmp_path: Path, alpha: float) -> None:
-    """F215: the sum over heads decides, not a head; a layer in which one seed differs is told as such."""
+    """the sum over heads decides, not a head; a layer in which one seed differs is told as such."""
 
     def falls(cell: Cell, layer: int, head: int) -> dict[str, float]:
         lone = 0.2 if cell.seed == 2 else -0.2
@@ -298,7 +298,7 @@ def test_a_layer_is_named_where_every_seed_agrees_in_its_sum_over_heads(tmp_path
 
 
 def test_a_layer_in_which_the_loss_would_rise_is_told(tmp_path: Path) -> None:
-    """F216: beside one in which it would fall, and alone."""
+    """beside one in which it would fall, and alone."""
     sides = {0: -1.0, 1: 2.0}
     experiment, store = with_all(tmp_path, lambda c, layer, head: {"alpha": 0.0, "alpha_gradient": sides[layer]})
     assert mechanism_tables(experiment, store)[0]["sentences"][1].endswith(
@@ -345,7 +345,7 @@ def study(folder: Path, measured: Callable[[str], float], alpha: float = 0.0) ->
 
 
 def test_a_layer_study_stands_beside_its_prediction(tmp_path: Path) -> None:
-    """F217: ∂L/∂α summed over the arm's layers and heads, times α, mean over seeds, by hand; both correlations."""
+    """∂L/∂α summed over the arm's layers and heads, times α, mean over seeds, by hand; both correlations."""
     by_hand = {arm: 0.5 * 2 * sum(sum(GRADIENT[layer]) for layer in layers) for arm, layers in ARM_LAYERS.items()}
     measured = {"all": -0.010, "but-0": -0.012, "but-1": 0.002}
     (entry,) = mechanism_tables(*study(tmp_path, lambda arm: measured[arm]))
@@ -363,13 +363,13 @@ def test_a_layer_study_stands_beside_its_prediction(tmp_path: Path) -> None:
 
 
 def test_a_correlation_with_what_does_not_vary_is_null(tmp_path: Path) -> None:
-    """F218: no NaN, and no warning of scipy's."""
+    """no NaN, and no warning of scipy's."""
     found = mechanism_tables(*study(tmp_path, lambda arm: 0.0))[0]["prediction"]
     assert (found["pearson"], found["spearman"]) == (None, None)
 
 
 def test_a_baseline_with_exclusion_predicts_nothing(tmp_path: Path) -> None:
-    """F219: the slope at another α is not that at 0."""
+    """the slope at another α is not that at 0."""
     assert mechanism_tables(*study(tmp_path, lambda arm: 0.0, alpha=0.5))[0]["prediction"] is None
 
 
@@ -398,14 +398,14 @@ null = false
     ],
 )  # fmt: skip
 def test_only_arms_that_differ_in_their_layers_alone_are_a_layer_study(tmp_path: Path, third: str, there: bool) -> None:
-    """F220: three selections of layers, of one fixed α, under the baseline's other settings; fewer are none."""
+    """three selections of layers, of one fixed α, under the baseline's other settings; fewer are none."""
     experiment, store = with_all(tmp_path, lambda *_: {"alpha": 0.0}, THREE + MORE.format(third))
     assert (mechanism_tables(experiment, store)[0]["prediction"] is not None) == there
 
 
 @pytest.mark.parametrize("options", ['against = "projected"', 'alpha = { learned = "tanh", start = 0.0 }'])
 def test_a_study_of_another_exclusion_has_no_prediction(tmp_path: Path, options: str) -> None:
-    """F221: ∂L/∂α of a standard model is about the mixed value and a step in a fixed α."""
+    """∂L/∂α of a standard model is about the mixed value and a step in a fixed α."""
     toml = MORE.format("").replace('variant = "xsa"', f'variant = "xsa"\n{options}')
     experiment, store = with_all(tmp_path, lambda *_: {"alpha": 0.0}, THREE + toml)
     assert mechanism_tables(experiment, store)[0]["prediction"] is None
