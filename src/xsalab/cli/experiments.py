@@ -390,15 +390,19 @@ def report(
         str, typer.Option("--format", help="html; md or latex: also report.md or report.tex beside the page")
     ] = "html",
     figures: Annotated[Path | None, typer.Option(help="also the figures for a paper, as SVG, into this folder")] = None,
+    tables: Annotated[
+        Path | None, typer.Option(help="also scores, mechanism and geometry of all runs, as Parquet, into this folder")
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Print the verdicts and write the page again from what is stored. Runs no code of the experiment's plugins.
 
-    Example: xsalab report experiments/quick.toml --format md --figures out/figures
+    Example: xsalab report experiments/quick.toml --format md --figures out/figures --tables out/tables
     """
     from ..experiment.outcome import outcome
     from ..experiment.stages import as_run
     from ..experiment.store import RunStore
+    from ..experiment.tables import write_tables
     from ..paper import check_format, write_paper
     from ..report import losses, print_outcome, write_report
 
@@ -413,8 +417,9 @@ def report(
     more = []
     if format_ != "html" or figures:
         more = write_paper(experiment, store, result, losses(experiment, store), format_, figures)
+    written = write_tables(experiment, store, tables) if tables else []
     if json_:
-        files = {"report": str(page), "files": [str(path) for path in more]}
+        files = {"report": str(page), "files": [str(path) for path in (*more, *written)]}
         print(json.dumps({**result, **files}, ensure_ascii=False, allow_nan=False))
     else:
         print_outcome(result, console)
@@ -423,3 +428,5 @@ def report(
             print(f"text: {more[0]}")
         if figures:
             print(f"figures: {len(more) - (format_ != 'html')} in {figures}")
+        if tables:
+            print(f"tables: {', '.join(path.name for path in written) or 'no run has finished yet'} in {tables}")

@@ -39,6 +39,7 @@ from .store import RunFolder, RunStore
 from .timing import measured_costs
 
 FORMAT = 1
+FEW = 8  # contrasts that lack runs are named one by one up to this many
 OPTIMIZERS = {"hybrid": "Muon + AdamW", "muon": "plain Muon + AdamW", "adamw": "AdamW"}
 
 
@@ -58,6 +59,9 @@ def describe_arm(arm: Arm) -> str:
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        parts = [f"{key} = {_plain(item)}" for key, item in value.items()]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return f"({', '.join(parts)})"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -339,7 +343,11 @@ def _of(row: Mapping[str, Any], content: Mapping[str, Any]) -> str:
 
 def _warnings(content: Mapping[str, Any]) -> list[str]:
     """What a reader must know before believing the table."""
-    found = []
+    found: list[str] = []
+    lacking = [row for row in (*content["contrasts"], *content["combinations"]) if row["unfinished"]]
+    if len(lacking) > FEW:
+        found.append(f"{len(lacking)} contrasts lack runs that are not finished; their numbers are of fewer seeds")
+        lacking = []
     for row in content["contrasts"]:
         where = f"{row['point']}: " if len(content["points"]) > 1 else ""
         verdict = row.get("verdict", {}).get("word")
@@ -348,12 +356,12 @@ def _warnings(content: Mapping[str, Any]) -> list[str]:
                 f"{where}the positive control {_of(row, content)}came out {verdict}, not worse: this experiment is too "
                 "small to find a change that is known to hurt, and its other verdicts say little"
             )
-        if row["unfinished"]:
+        if row in lacking:
             found.append(f"{where}{row['name']}: seeds {row['unfinished']} are not finished")
         if row["diverged_baseline"]:
             found.append(f"{where}the baseline {row['baseline']} diverged at seeds {row['diverged_baseline']}")
     for row in content["combinations"]:
-        if row["unfinished"]:
+        if row in lacking:
             found.append(f"{row['name']}: of seeds {row['unfinished']} a run is not finished")
     for name, (before, now) in content["changed"].items():
         found.append(f"{name} = {now!r} was not declared before the runs: they began with {before!r}")
