@@ -17,6 +17,7 @@ from xsalab.figures import (
     curve_plot,
     difference,
     difference_plot,
+    interval_groups,
     interval_plot,
     interval_svg,
     mean_curve,
@@ -204,3 +205,14 @@ def test_arms_keep_their_colours_and_controls_are_grey() -> None:
 )
 def test_numbers_are_plain(value: float, digits: int, text: str) -> None:
     assert figures.plain_number(value, digits) == text
+
+
+def test_what_was_only_explored_does_not_squeeze_the_declared_effects() -> None:
+    """An exploratory contrast forty times as large has a panel of its own; controls stay with what they are beside."""
+    declared, null = row(differences=(-0.01, 0.02)), row("null", "null", (0.001, 0.002))
+    explored = {**row(differences=(0.4, 0.5)), "exploratory": True}
+    tiny = {**row(differences=(0.001, 0.002)), "exploratory": True}
+    groups = interval_groups([declared, explored, tiny, null])
+    assert [chosen for _, chosen in groups] == [[declared, null], [tiny], [explored]]
+    assert interval_groups([declared]) == [("Effects", [declared])]
+    assert interval_groups([]) == []

@@ -47,6 +47,7 @@ from xsalab.report import (
     embed,
     guessing,
     print_outcome,
+    render,
     script,
     write_report,
 )
@@ -295,6 +296,22 @@ def test_an_inconclusive_verdict_comes_with_advice(tmp_path: Path) -> None:
     page = page_of(experiment, store)
     assert all(verdict["advice"] in page.visible for verdict in undecided if verdict["advice"])
     assert "not the same as “no difference”" in page.visible
+
+
+def test_an_interval_that_the_family_overrules_is_called_a_hint(tmp_path: Path) -> None:
+    """An interval beside zero with the word inconclusive must not be said to hold zero."""
+    experiment, store = fake(tmp_path)
+    content = outcome(experiment, store)
+    row = next(row for row in content["contrasts"] if row["kind"] == "effect")
+    row["verdict"] = {**row["verdict"], "word": "inconclusive", "text": "inconclusive", "below_margin": False}
+    said = {}
+    for low, high in ((-0.02, -0.01), (-0.02, 0.01)):
+        row["estimate"] |= {"low": low, "high": high}
+        said[high] = Page(render(content, {}, {}, "x.toml")).visible
+    assert "a hint, not a verdict" in said[-0.01].lower()
+    assert "interval holds zero and" not in said[-0.01]
+    assert "interval holds zero and" in said[0.01]
+    assert "a hint, not a verdict" not in said[0.01].lower()
 
 
 @pytest.mark.parametrize(

@@ -102,21 +102,33 @@ def interval_plot(rows: Sequence[Mapping[str, Any]], colours: Colours | None = N
     """
     colours = colours or Colours.of("", [row["treatment"] for row in rows])
     parts, top = [], 0.0
-    effects = [row for row in rows if row["kind"] == "effect"]
+    for heading, chosen in interval_groups(rows):
+        drawn, height = _interval_panel(heading, chosen, colours)
+        parts.append(f'<g transform="translate(0 {top:g})">{drawn}</g>')
+        top += height
+    return svg("".join(parts), top, f"Paired differences of {_metric(rows)}: intervals and every seed")
+
+
+Group = tuple[str, list[Mapping[str, Any]]]
+
+
+def interval_groups(rows: Sequence[Mapping[str, Any]]) -> list[Group]:
+    """Heading and rows of each panel: what is about one size, so that no interval is squeezed by another one."""
     null = [row for row in rows if row["kind"] == "null"]
-    close, far = _by_size(effects)
+    effects = [row for row in rows if row["kind"] == "effect"]
+    explored = [row for row in effects if row.get("exploratory")]
+    close, far = _by_size([row for row in effects if row not in explored])
+    explored, further = _by_size(explored)
     beside = ", and the null control: what no effect looks like here" if null else ""
-    for heading, chosen in (
+    groups: list[Group] = [
         (f"Effects{beside}", [*close, *null]),
         ("Larger effects; on their own scale", far),
+        ("Exploratory: outside the declared family", explored),
+        ("Exploratory, larger; on their own scale", further),
         ("At equal time", [row for row in rows if row["kind"] == "equal time"]),
         ("Positive control: known to hurt; on its own scale", [row for row in rows if row["kind"] == "positive"]),
-    ):
-        if chosen:
-            drawn, height = _interval_panel(heading, chosen, colours)
-            parts.append(f'<g transform="translate(0 {top:g})">{drawn}</g>')
-            top += height
-    return svg("".join(parts), top, f"Paired differences of {_metric(rows)}: intervals and every seed")
+    ]
+    return [(heading, chosen) for heading, chosen in groups if chosen]
 
 
 def _by_size(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:

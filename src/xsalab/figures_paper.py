@@ -8,7 +8,6 @@ the optional extra ``xsalab[paper]``; it is imported where it draws, through its
 from __future__ import annotations
 
 import io
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -170,13 +169,9 @@ def _band(axis: Any, steps: Sequence[float], values: Sequence[Sequence[float | N
 
 
 def _intervals(pen: Pen, point: str, rows: Sequence[Row]) -> Iterable[Picture]:
-    """One panel for what shares a scale: the effects with the null controls, and the positive controls."""
-    groups = [
-        [row for row in rows if row["kind"] in ("effect", "null", "equal time") and "estimate" in row],
-        [row for row in rows if row["kind"] == "positive" and "estimate" in row],
-    ]
-    groups = [*_by_size(groups[0]), groups[1]]
-    groups = [group for group in groups if group]
+    """The panels of the page: what shares a scale."""
+    told = [row for row in rows if "estimate" in row]
+    groups = [group for _, group in figures.interval_groups(told)]
     if not groups:
         return
     from matplotlib.figure import Figure
@@ -211,15 +206,6 @@ def _extent(row: Row) -> list[float]:
     return [
         v for v in (*row.get("differences", ()), estimate["mean"], estimate["low"], estimate["high"]) if v is not None
     ]
-
-
-def _by_size(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows of about one size, and those that would squeeze them: where sizes, in order, jump tenfold."""
-    sizes = [max(abs(value) for value in _extent(row)) for row in rows]
-    ordered = sorted(size for size in sizes if size)
-    jump = next((after for before, after in itertools.pairwise(ordered) if after > 10 * before), math.inf)
-    pairs = list(zip(rows, sizes, strict=True))
-    return [[row for row, size in pairs if size < jump], [row for row, size in pairs if size >= jump]]
 
 
 def _interval(axis: Any, place: float, row: Row, colour: str) -> None:

@@ -54,6 +54,11 @@ READINGS = {
     "diverged": "At least one run of {arm} broke down while training: its loss or gradient stopped being a finite "
     "number. A mean over the other runs would flatter it, so there is no verdict on its quality: {reason}.",
 }
+NOT_AFTER_ADJUSTMENT = (
+    "Taken alone the interval of {arm} against {base} excludes zero. It is one of several contrasts that share an "
+    "error of 5 %, and among them it does not pass: in so many comparisons one such interval is no rare event. It is a "
+    "hint, not a verdict."
+)
 READING_OF_COMMAND = (
     "Run by the same command with the same seeds, {arm} has a {side} {metric} than {base}, by {size}, and the 95 % "
     "interval of the difference excludes zero. What was not checked stands under matched conditions."
@@ -270,7 +275,10 @@ def _pairs_of(
 def _reading(content: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, str]:
     """The verdict word in plain words, with what would help."""
     verdict = row["verdict"]
-    text = READINGS[verdict["word"]] + (BELOW_MARGIN if verdict["below_margin"] else "")
+    low, high = (row.get("estimate", {}).get(end) for end in ("low", "high"))
+    alone = verdict["word"] == "inconclusive" and low is not None and not low <= 0 <= high
+    reading = NOT_AFTER_ADJUSTMENT if alone else READINGS[verdict["word"]]
+    text = reading + (BELOW_MARGIN if verdict["below_margin"] else "")
     if content["engine"] == "command" and verdict["word"] in ("better", "worse"):
         side = "lower" if (verdict["word"] == "better") == content["lower_is_better"] else "higher"
         text = text.replace(READINGS[verdict["word"]], READING_OF_COMMAND)

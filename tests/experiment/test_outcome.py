@@ -379,3 +379,28 @@ def test_a_primary_interaction_at_several_points_names_the_point(tmp_path: Path)
 def test_a_family_without_a_primary_contrast_has_a_headline(tmp_path: Path) -> None:
     experiment, store = fake(tmp_path, HEAD + '[primary]\nfamily = ["(xsa - standard) x (adamw - muon)"]\n' + CROSSED)
     assert outcome(experiment, store)["headline"][0].startswith("xsa − standard under adamw")
+
+
+def test_many_contrasts_that_lack_runs_are_told_in_one_line(tmp_path: Path) -> None:
+    """Two lines of an experiment under way are read, forty are not; the count stays."""
+    for name in ("few", "many"):
+        (tmp_path / name).mkdir()
+    few, store = fake(tmp_path / "few", change=lambda cell: {"state": "waiting"} if cell.seed == 5 else {})
+    lines = [line for line in outcome(few, store)["warnings"] if "not finished" in line]
+    assert len(lines) > 1
+    assert any("seeds [5]" in line for line in lines)
+    toml = HEAD + CROSSED + points("256 512 1024")
+    many, store = fake(tmp_path / "many", toml, change=lambda cell: {"state": "waiting"} if cell.seed == 3 else {})
+    content = outcome(many, store)
+    lacking = [row for row in (*content["contrasts"], *content["combinations"]) if row["unfinished"]]
+    assert len(lacking) > 8
+    assert f"{len(lacking)} contrasts lack runs" in next(w for w in content["warnings"] if "lack runs" in w)
+    assert not [line for line in content["warnings"] if "are not finished" in line and "contrasts lack" not in line]
+
+
+def test_a_learned_strength_is_told_in_words(tmp_path: Path) -> None:
+    learned = 'alpha = { learned = "tanh", per = "head", start = 0.0 }'
+    experiment, store = fake(tmp_path, HEAD + '[arms.standard]\n[arms.xsa]\nvariant = "xsa"\n' + learned + "\n")
+    assert outcome(experiment, store)["arms"]["xsa"] == (
+        "xsa (α = (learned = tanh, per = head, start = 0), all layers)"
+    )
