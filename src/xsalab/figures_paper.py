@@ -455,13 +455,13 @@ def _geometry(pen: Pen, found: Row) -> Iterable[Picture]:
     cosines = [row for row in found.get("cosines") or () if len(row["steps"]) > 1 and _table(row["values"]).count()]
     if not cosines:
         return
-    figure, (axis,) = _sheet(1, 1, COLUMN, 2.4)
+    figure, (axis,) = _sheet(1, 1, PAGE, 2.4)
     axis.axhline(0, color=LIGHT["ink"], linewidth=0.6)
     for row in cosines:
         _band(axis, row["steps"], row["values"], f"{row['arm']} with {row['baseline']}", pen.line(row["arm"]))
     axis.set_xlabel("step")
     axis.set_ylabel("cosine of the arms' updates")
-    axis.legend(fontsize=6)
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside right center")
     names = ", ".join(f"{row['arm']} with {row['baseline']}" for row in cosines)
     alt = f"Cosine of the arms' updates at equal steps{pen.where(found['point'])}: {names}"
     yield _picture(figure, pen.name(found["point"], "cosines"), "mechanism", alt)
