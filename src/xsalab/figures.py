@@ -289,7 +289,7 @@ def dose_plot(row: Mapping[str, Any]) -> str:
 class Line:
     """One line of a chart, or the outline of a band where ``upper`` is there.
 
-    style: its classes. tip: what its tooltip says before the value.
+    style: its classes. tip: what its tooltip says before the value. name: what a table calls it.
     """
 
     arm: str
@@ -298,6 +298,7 @@ class Line:
     style: str
     tip: str
     upper: Sequence[float] = ()
+    name: str = ""
 
 
 def curve_plot(
@@ -337,11 +338,17 @@ def difference_plot(
 
 
 def band_lines(
-    arm: str, steps: Sequence[float], seeds: Sequence[int], values: Sequence[Sequence[float | None]], colours: Colours
+    arm: str,
+    steps: Sequence[float],
+    seeds: Sequence[int],
+    values: Sequence[Sequence[float | None]],
+    colours: Colours,
+    name: str = "",
 ) -> list[Line]:
     """The range over seeds as a band, and their mean as a line; values: a row a seed, one value a step.
 
-    A step at which a seed has no value is left out of both, and a band of one seed is none.
+    A step at which a seed has no value is left out of both, and a band of one seed is none. name: where the arm's does
+    not say which of several lines of an arm it is.
     """
     whole = [
         (step, [v for v in column if v is not None])
@@ -350,14 +357,15 @@ def band_lines(
     whole = [(step, column) for step, column in whole if len(column) == len(seeds) and column]
     if not whole:
         return []
+    name = name or arm
     at = [step for step, _ in whole]
     count = f"{len(seeds)} seed{'s' * (len(seeds) > 1)}"
     mean = [math.fsum(column) / len(column) for _, column in whole]
-    middle = Line(arm, at, mean, f"thick {colours.stroke(arm)}", f"{arm}: mean of {count}")
+    middle = Line(arm, at, mean, f"thick {colours.stroke(arm)}", f"{name}: mean of {count}", name=name)
     if len(seeds) < 2:
         return [middle]
     low, high = [min(column) for _, column in whole], [max(column) for _, column in whole]
-    return [Line(arm, at, low, f"bar f-{colours[arm]}", f"{arm}: range over {count}", high), middle]
+    return [Line(arm, at, low, f"bar f-{colours[arm]}", f"{name}: range over {count}", high, name), middle]
 
 
 def _smoothing(beta: float) -> str:

@@ -39,20 +39,20 @@ def numbers(lines: Sequence[figures.Line], digits: int = 4) -> Table:
     steps = sorted({step for entry in lines for step in entry.steps})
     if len(steps) > AT:
         steps = [steps[round(index * (len(steps) - 1) / (AT - 1))] for index in range(AT)]
-    bands = {entry.arm: entry for entry in lines if entry.upper}
+    bands = {entry.name: entry for entry in lines if entry.upper}
     rows: list[dict[str, Any]] = []
     for entry in lines:
         if entry.upper:
             continue
         middle = dict(zip(entry.steps, entry.values, strict=True))
-        band = bands.get(entry.arm)
+        band = bands.get(entry.name)
         ends = dict(zip(band.steps, zip(band.values, band.upper, strict=True), strict=True)) if band else {}
         cells: list[tuple[str, str]] = []
         for step in steps:
             mean = plain_number(middle[step], digits) if step in middle else ""
             spread = " to ".join(plain_number(end, digits) for end in ends[step]) if step in ends else ""
             cells.append((mean, spread))
-        rows.append({"name": entry.arm, "cells": cells})
+        rows.append({"name": entry.name, "cells": cells})
     return {"steps": [f"{step:g}" for step in steps], "rows": rows}
 
 
@@ -189,7 +189,8 @@ def _positions(arms: Mapping[str, Any], measures: Mapping[str, Any], colours: Co
 def _cosines(rows: Sequence[Mapping[str, Any]], colours: Colours) -> dict[str, Any] | None:
     lines: list[figures.Line] = []
     for row in rows:
-        lines += figures.band_lines(row["arm"], row["steps"], row["seeds"], row["values"], colours)
+        pair = f"{row['arm']} with {row['baseline']}"  # an arm may be compared with two
+        lines += figures.band_lines(row["arm"], row["steps"], row["seeds"], row["values"], colours, pair)
     if not any(entry.steps for entry in lines):
         return None
     name = "cosine of the update with the baseline’s at equal steps, mean over matrices"

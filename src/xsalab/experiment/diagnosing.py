@@ -50,7 +50,9 @@ def diagnose_run(folder: Path, rows: int = DiagnoseConfig.rows) -> Diagnosed:
         raise ValueError(f"{folder}: {error}") from None
     if "sft" in run.read("config"):
         notes.append("fine-tuned: measured on the base run's validation text, not on conversations")
-    before = {row["tokens"] for row in stored(folder, "mechanism") if row["step"] == steps} - {found.tokens}
+    before = {row["tokens"] for row in stored(folder, "mechanism", ("step", "tokens")) if row["step"] == steps} - {
+        found.tokens
+    }
     if before:
         notes.append(f"replaces a diagnosis of {max(before):,} tokens at this step by one of {found.tokens:,}")
     return Diagnosed(folder, steps, write_mechanism(folder, steps, found), found, tuple(notes))

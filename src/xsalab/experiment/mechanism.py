@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def _write(folder: Path, step: int, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def stored(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """The rows of a run's "mechanism" or "geometry", by step; [] where nothing was measured."""
-    return [row for path in sorted((folder / kind).glob("step-*.parquet")) for row in read_parquet(path).to_pylist()]
+def stored(folder: Path, kind: str, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """The rows of a run's "mechanism" or "geometry", by step; [] where nothing was measured. None: all columns."""
+    paths = sorted((folder / kind).glob("step-*.parquet"))
+    return [row for path in paths for row in read_parquet(path, columns).to_pylist()]

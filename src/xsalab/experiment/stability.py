@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..stats import clopper_pearson
-from ..stats.stability import EARLY, FIRST, robust_z, spikes
+from ..stats.stability import EARLY, FIRST, judge
 from .design import Experiment, expand
 from .mechanism import stored
 from .store import RunFolder, RunStore
@@ -43,13 +43,12 @@ def _run(run: RunFolder) -> Row:
     status, metrics = run.status, run.metrics()
     losses = [(row["step"], row["loss"]) for row in metrics if _finite(row.get("loss"))]
     norms = [row["grad_norm"] for row in metrics if _finite(row.get("grad_norm"))]
-    series = [loss for _, loss in losses]
-    found = spikes(series)
-    z = robust_z(series)
+    judged = judge([loss for _, loss in losses])
+    found = judged.spikes()
     return {
         "state": status["state"],
         "spikes": len(found),
-        "largest_z": float(z[EARLY:].max()) if len(z) > FIRST else None,
+        "largest_z": float(judged.z[EARLY:].max()) if len(losses) > FIRST else None,
         "spike_steps": [losses[index][0] for index in found],
         "grad_norm_median": statistics.median(norms) if norms else None,
         "largest_grad_norm": max(norms, default=None),
@@ -60,7 +59,9 @@ def _run(run: RunFolder) -> Row:
 
 def _logits(run: RunFolder) -> Row:
     """The largest attention logit of any layer and head, at the first and the last diagnosis and over all of them."""
-    rows = [row for row in stored(run.path, "mechanism") if _finite(row.get("logit"))]
+    rows = [
+        row for row in stored(run.path, "mechanism", ("step", "start", "end", "logit")) if _finite(row.get("logit"))
+    ]
     context = max((row["end"] for row in rows), default=0)
     largest: dict[int, float] = {}
     for row in rows:

@@ -35,11 +35,32 @@ SIGMAS = 1.4826
 THRESHOLD = 6.0
 
 
-class _Judged(NamedTuple):
-    """(n,) each: z of every step, and the loss beyond which it would be called a spike; +inf where not judged."""
+class Judged(NamedTuple):
+    """A series, judged step by step; (n,) float64 each.
 
+    ``z`` as the head of this file says; ``expected`` is the loss at which it would be 0, and ``scale`` its unit. Of a
+    step that is not judged they are 0, +inf and 0.
+    """
+
+    losses: Floats
     z: Floats
-    limit: Floats
+    expected: Floats
+    scale: Floats
+
+    def spikes(self, threshold: float = THRESHOLD) -> list[int]:
+        """As the function of this name."""
+        if not threshold > 0:
+            raise ValueError(f"threshold = {threshold}: a number of robust standard deviations above 0, for instance 6")
+        limit = self.expected + threshold * self.scale
+        found: list[int] = []
+        over = True  # the last spike
+        for step, loss in enumerate(self.losses):
+            if not over:
+                over = loss <= limit[found[-1]] or step - found[-1] >= PAST
+            if over and self.z[step] > threshold:
+                found.append(step)
+                over = False
+        return found
 
 
 def robust_z(losses: Sequence[float] | Floats) -> Floats:
@@ -47,7 +68,7 @@ def robust_z(losses: Sequence[float] | Floats) -> Floats:
 
     Raises ValueError for a loss that is not finite: leave out the step where a run broke.
     """
-    return _judge(losses, THRESHOLD).z
+    return judge(losses).z
 
 
 def spikes(losses: Sequence[float] | Floats, threshold: float = THRESHOLD) -> list[int]:
@@ -56,43 +77,34 @@ def spikes(losses: Sequence[float] | Floats, threshold: float = THRESHOLD) -> li
     It ends when the loss is back below the limit that it broke, or after 32 steps, when its level is the new one; until
     then no other is counted. Raises ValueError for a loss that is not finite and a threshold that is not positive.
     """
-    if not threshold > 0:
-        raise ValueError(f"threshold = {threshold}: a number of robust standard deviations above 0, for instance 6")
-    z, limit = _judge(losses, threshold)
-    found: list[int] = []
-    over = True  # the last spike
-    for step, loss in enumerate(losses):
-        if not over:
-            over = loss <= limit[found[-1]] or step - found[-1] >= PAST
-        if over and z[step] > threshold:
-            found.append(step)
-            over = False
-    return found
+    return judge(losses).spikes(threshold)
 
 
-def _judge(losses: Sequence[float] | Floats, threshold: float) -> _Judged:
+def judge(losses: Sequence[float] | Floats) -> Judged:
+    """What ``robust_z`` and ``spikes`` are read from. Raises ValueError for a loss that is not finite."""
     series = np.asarray(losses, dtype=np.float64)
     if not np.isfinite(series).all():
         step = int(np.argmin(np.isfinite(series)))
         raise ValueError(f"loss {series[step]} at index {step}: not finite; give the losses before the run broke")
-    z, limit = np.zeros(len(series)), np.full(len(series), np.inf)
+    z, expected, scale = np.zeros(len(series)), np.full(len(series), np.inf), np.zeros(len(series))
     if len(series) <= FIRST:
-        return _Judged(z, limit)
+        return Judged(series, z, expected, scale)
     before = np.lib.stride_tricks.sliding_window_view(series[:-1], LINE)  # (n − LINE, LINE): row i is before LINE + i
     level = np.median(before, axis=1)
-    expected = _forecast(before)
-    residuals = series[LINE:] - expected
-    _, scale = _centre_and_scale(residuals[:PAST], float(level[0]))
+    line = _forecast(before)
+    residuals = series[LINE:] - line
+    _, early = _centre_and_scale(residuals[:PAST], float(level[0]))
     for step in range(EARLY, FIRST):
-        usual = float(np.median(series[max(0, step - LINE) : step]))
-        z[step], limit[step] = _z(series[step] - usual, scale), usual + threshold * scale
+        expected[step], scale[step] = float(np.median(series[max(0, step - LINE) : step])), early
+        z[step] = _z(series[step] - expected[step], early)
     for i in range(LEAST, len(residuals)):
-        centre, scale = _centre_and_scale(residuals[max(0, i - PAST) : i], float(level[i]))
+        centre, unit = _centre_and_scale(residuals[max(0, i - PAST) : i], float(level[i]))
         step = LINE + i
-        z[step], limit[step] = _z(residuals[i] - centre, scale), expected[i] + centre + threshold * scale
+        expected[step], scale[step] = line[i] + centre, unit
+        z[step] = _z(residuals[i] - centre, unit)
         if series[step] <= level[i]:
             z[step] = min(z[step], 0.0)
-    return _Judged(z, limit)
+    return Judged(series, z, expected, scale)
 
 
 def _centre_and_scale(residuals: Floats, level: float) -> tuple[float, float]:
