@@ -9,7 +9,7 @@ from .paper_cells import Growing, Row, arm_name, ends, number, titled
 from .paper_format import Block, Bullets, Heading, Paragraph, Table
 from .report import bpb, percent
 
-# Of the measures of the mechanism, those in the table by layer; the heat maps show all.
+# Of the measures of the mechanism, those in the table by layer; the page shows all.
 COMPACT = (
     "cos_before", "cos_after", "removed", "self_over_uniform", "first_weight", "reach", "logit", "norm_after",
     "rank_after", "alpha", "alpha_gradient",

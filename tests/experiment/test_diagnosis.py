@@ -434,3 +434,38 @@ def test_the_default_rows_are_those_of_the_table(finished: Any) -> None:
     """The verb, the function and [diagnose] read as many."""
     found = diagnose_run(finished("standard"))
     assert found.found.tokens == DiagnoseConfig().rows * 32
+
+
+def test_all_folders_are_looked_at_before_the_first_is_measured(finished: Any, xsalab: Any) -> None:
+    """A wrong folder at the end of the list must not leave the first one's file written without a word."""
+    good, bad = finished("standard"), finished("xsa")
+    (bad / "model.safetensors").unlink()
+    xsalab("diagnose", good, bad, "--rows", 2).refused(str(bad), "its weights are written when it ends")
+    assert not (good / "mechanism").exists()
+    xsalab("diagnose", good, good / "config.json").refused("config.json", "no run here, no folder")
+
+
+def test_rows_are_those_of_the_run_or_of_one_beside_it(finished: Any) -> None:
+    """So that runs can stand beside one another without an option."""
+    first, second = finished("standard"), finished("xsa")
+    assert diagnose_run(first, rows=3).found.tokens == 3 * 32
+    assert diagnose_run(first).found.tokens == 3 * 32
+    assert diagnose_run(second).found.tokens == 3 * 32
+
+
+@pytest.mark.parametrize("every", [0, 2])
+def test_a_variant_that_cannot_be_measured_is_told_before_it_trains(
+    every: int, no_silent: None, write_experiment: Any, tmp_path: Path, xsalab: Any
+) -> None:
+    """Not at the end of a run, which it would lose."""
+    path = write_experiment(
+        seeds=[0],
+        plugins=[f"silent{every}.py"],
+        arms__silent={"variant": "silent"},
+        diagnose={"every": every, "rows": 2},
+    )
+    (path.parent / f"silent{every}.py").write_text(f"# {every}\n{SILENT}", encoding="utf-8")
+    ran = xsalab("train", path, "--out", tmp_path / "out", "--arm", "silent", "--seed", 0)
+    ran.refused("variant 'silent' never calls attend")
+    run = RunFolder(tmp_path / "out" / "experiments" / "tiny" / "runs" / "base.silent.s0")
+    assert not run.metrics(), "no step was made"

@@ -186,28 +186,40 @@ def test_an_experiment_without_diagnostics_says_nothing(tmp_path: Path) -> None:
 # What cannot stand beside one another
 
 
-def test_runs_that_read_other_rows_are_named(tmp_path: Path) -> None:
-    """within an arm, and across the arms of a point."""
+def test_a_run_that_read_other_rows_is_left_out_and_named(tmp_path: Path) -> None:
+    """One diagnosed again costs itself alone; where most of a point read so many rows, the others are left out."""
     experiment, store = with_all(tmp_path, same)
-    one = diagnosed(store, Cell("base", "xsa", 1), same, rows=8)
-    with pytest.raises(
-        ValueError, match=rf"{one} and .*base\.xsa\.s0.*1024 tokens.* against 512 tokens.*same steps and"
-    ):
-        mechanism_tables(experiment, store)
-    for seed in (0, 2):
-        diagnosed(store, Cell("base", "xsa", seed), same, rows=8)
-    with pytest.raises(ValueError, match=r"base\.xsa\.s0.* and .*base\.standard\.s0.*8 rows against 4 rows"):
-        mechanism_tables(experiment, store)
+    diagnosed(store, Cell("base", "xsa", 1), same, rows=8)
+    (entry,) = mechanism_tables(experiment, store)
+    assert (entry["left_out"], entry["rows"]) == (["base.xsa.s1"], 4)
+    assert entry["arms"]["xsa"]["seeds"] == [0, 2]
+    assert entry["arms"]["standard"]["seeds"] == [0, 1, 2]
+    for arm in ("standard", "xsa"):
+        for seed in (0, 2):
+            diagnosed(store, Cell("base", arm, seed), same, rows=8)
+    (entry,) = mechanism_tables(experiment, store)
+    assert entry["rows"] == 8
+    assert "base.standard.s1" in entry["left_out"]
+    assert entry["arms"]["xsa"]["seeds"] == [0, 1, 2]
 
 
-def test_runs_of_other_lengths_are_named(tmp_path: Path) -> None:
+def test_a_run_of_another_length_is_left_out_and_named(tmp_path: Path) -> None:
     """an arm's ends must be one moment."""
     experiment, store = with_all(tmp_path, same)
     run = store.run(Cell("base", "standard", 2))
     run.write("status", {**run.status, "steps": 90})
     diagnosed(store, Cell("base", "standard", 2), same, step=90)
-    with pytest.raises(ValueError, match="90 steps against 100 steps"):
-        mechanism_tables(experiment, store)
+    (entry,) = mechanism_tables(experiment, store)
+    assert entry["left_out"] == ["base.standard.s2"]
+    assert entry["arms"]["standard"]["seeds"] == [0, 1]
+
+
+def test_a_run_measured_on_two_kinds_of_rows_is_left_out(tmp_path: Path) -> None:
+    """Its curve over training would be of two things."""
+    experiment, store = with_all(tmp_path, same)
+    diagnosed(store, Cell("base", "xsa", 0), same, step=50, rows=8)
+    (entry,) = mechanism_tables(experiment, store)
+    assert "base.xsa.s0" in entry["left_out"]
 
 
 def test_a_diagnosis_with_a_row_too_few_is_named(tmp_path: Path) -> None:

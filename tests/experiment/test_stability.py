@@ -15,6 +15,7 @@ from xsalab.experiment.design import Cell
 from xsalab.experiment.outcome import outcome
 from xsalab.experiment.stability import stability
 from xsalab.experiment.store import RunStore, write_rows
+from xsalab.report import render
 
 TOML = HEAD.replace("seeds = [0, 1, 2, 3, 4, 5]", "seeds = [0, 1, 2]") + ARMS
 ARM_KEYS = [
@@ -140,3 +141,12 @@ def test_every_point_has_its_own_rows_and_the_twin_has_none(tmp_path: Path) -> N
     assert len(runs) == 12
     assert {row["runs"] for row in arms} == {3}
     assert {row["largest_z"] for row in arms} == {None}
+
+
+def test_a_run_too_short_to_be_judged_has_no_count(tmp_path: Path) -> None:
+    """22 steps are no evidence of calm: null, not 0."""
+    experiment, store = fake(tmp_path, TOML, steps=22)
+    arms, runs = stability(experiment, store)
+    assert {row["spikes"] for row in runs} == {None}
+    assert {(row["spikes"], row["runs_with_spikes"], row["largest_z"]) for row in arms} == {(None, None, None)}
+    assert "too short to judge" in render(outcome(experiment, store), {}, {}, "x.toml")

@@ -409,3 +409,11 @@ def test_impossible_levels_are_refused(levels):
 def test_an_interval_of_another_look_is_refused():
     with pytest.raises(ValueError, match=r"confidence 0.95; the rule is written for 0.98"):
         decide(estimate(0.1, 0.01), margin=0.001, estimate90=None, level=0.02)
+
+
+def test_what_fails_by_adjustment_alone_is_told_so() -> None:
+    """Its interval excludes 0: the family is what costs it the verdict, and the advice says so first."""
+    lost = verdict(-0.0031, 0.0012, adjusted_p=0.05)
+    assert lost.word == "inconclusive"
+    assert lost.advice.startswith("new runs of a smaller declared family, as the interval alone excludes 0")
+    assert "smaller declared family" not in verdict(-0.0031, 0.0062, adjusted_p=0.5).advice

@@ -162,3 +162,14 @@ def test_the_exact_interval_by_hand(k: int, n: int, low: float, high: float) -> 
     assert clopper_pearson(k, n) == pytest.approx((low, high), abs=5e-5)
     peer = stats.binomtest(k, n).proportion_ci(0.95, method="exact")
     assert clopper_pearson(k, n) == (peer.low, peer.high)
+
+
+def test_a_spike_within_the_first_fall_is_seen() -> None:
+    """The losses of a real run: a fall from 7.6, and 7.70 after 6.54 at step 14. Ten losses back it stood as high."""
+    start = [7.62, 7.62, 7.61, 7.6, 7.59, 7.56, 7.52, 7.45, 7.36, 7.25, 7.12, 6.89, 6.71, 6.54, 7.7, 6.44, 6.35, 6.28]
+    then = [6.21, 6.13, 6.03, 5.96, 5.83, 5.94, 5.86, 5.75, 5.74, 5.65, 5.62, 5.65, 5.6, 5.55, 5.57, 5.5, 5.48, 5.45]
+    losses = [*start, *then, *(5.4 - 0.01 * step + 0.02 * (-1) ** step for step in range(30))]
+    assert spikes(losses) == [14]
+    assert robust_z(losses)[14] > 6
+    calm = [6.5 if step == 14 else loss for step, loss in enumerate(losses)]
+    assert spikes(calm) == []

@@ -268,7 +268,10 @@ def chatcore(
 @app.command()
 def diagnose(
     folders: Annotated[list[Path], typer.Argument(metavar="RUN", help="folders of finished runs")],
-    rows: Annotated[int, typer.Option(min=1, help="validation rows of the model's context that are read")] = 8,
+    rows: Annotated[
+        int | None,
+        typer.Option(min=1, help="validation rows of the model's context that are read; else as runs beside it, or 8"),
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Measure what attention does in every layer and head of finished runs, into RUN/mechanism/step-N.parquet.
@@ -278,14 +281,17 @@ def diagnose(
     Example: xsalab diagnose out/experiments/quick/runs/base.* --rows 32 --json
     """
     from ..experiment.diagnosing import diagnose_run
+    from ..experiment.run import check_finished
     from ..experiment.store import RunFolder
 
+    for folder in folders:  # before the first is measured
+        check_finished(folder)
     made: list[dict[str, Any]] = []
     with bar("diagnosing", len(folders)) as update:
         for number, folder in enumerate(folders):
             update(number, f"diagnosing {folder.name}")
             tell_plugins(folder, RunFolder(folder).read("config").get("plugins", {}).items())
-            diagnosed = diagnose_run(folder, rows).as_json()
+            diagnosed = diagnose_run(folder, rows or 0).as_json()
             for text in diagnosed["notes"]:
                 note(f"{folder}: {text}")
             made.append(diagnosed)

@@ -10,7 +10,7 @@ from typing import Any
 from ..eval.diagnostics import Mechanism, diagnose, validation_rows
 from .mechanism import DiagnoseConfig, stored, write_mechanism
 from .run import load_run
-from .store import RunFolder
+from .store import RunFolder, read_parquet
 
 MEANS = (
     "cos_before", "cos_after", "energy_before", "energy_after", "removed", "self_weight", "uniform", "first_weight",
@@ -34,13 +34,24 @@ class Diagnosed:
         return {**content, "tokens": self.found.tokens, "layers": per_layer(self.found), "notes": list(self.notes)}
 
 
-def diagnose_run(folder: Path, rows: int = DiagnoseConfig.rows) -> Diagnosed:
+def usual_rows(folder: Path) -> int:
+    """How many rows this run was diagnosed on before, or a run beside it; else the default of ``[diagnose]``."""
+    for path in (*sorted(folder.glob("mechanism/step-*")), *sorted(folder.parent.glob("*/mechanism/step-*"))):
+        (first, *_) = read_parquet(path, ("tokens", "end")).slice(0, 1).to_pylist()  # the whole context comes first
+        return first["tokens"] // first["end"]
+    return DiagnoseConfig.rows
+
+
+def diagnose_run(folder: Path, rows: int = 0) -> Diagnosed:
     """Measures a finished run, or RUN/sft, on validation rows of its corpus into its folder's mechanism/step-N.parquet.
+
+    rows: 0 for ``usual_rows``, so that runs can stand beside one another.
 
     Executes the plugins that are stored with the run. Raises ValueError where the run is not finished, diverged or is a
     command's, where its validation text fills fewer rows, and where its variant cannot be measured.
     """
     model, corpus, config = load_run(folder)
+    rows = rows or usual_rows(folder)
     run = RunFolder(folder)
     steps, notes = run.status["steps"], []
     try:
@@ -50,11 +61,12 @@ def diagnose_run(folder: Path, rows: int = DiagnoseConfig.rows) -> Diagnosed:
         raise ValueError(f"{folder}: {error}") from None
     if "sft" in run.read("config"):
         notes.append("fine-tuned: measured on the base run's validation text, not on conversations")
-    before = {row["tokens"] for row in stored(folder, "mechanism", ("step", "tokens")) if row["step"] == steps} - {
-        found.tokens
-    }
-    if before:
-        notes.append(f"replaces a diagnosis of {max(before):,} tokens at this step by one of {found.tokens:,}")
+    old = stored(folder, "mechanism", ("step", "tokens"))
+    if before := {row["tokens"] for row in old if row["step"] == steps} - {found.tokens}:
+        notes.append(
+            f"replaces a diagnosis of {max(before):,} tokens at this step by one of {found.tokens:,}; a report leaves "
+            "out runs that were diagnosed on other rows than most"
+        )
     return Diagnosed(folder, steps, write_mechanism(folder, steps, found), found, tuple(notes))
 
 

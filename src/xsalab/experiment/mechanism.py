@@ -51,10 +51,16 @@ class Diagnosis(Hook):
         self.folder, self.wanted, self.steps = folder, wanted, run.train.steps
         self.inputs, self.targets = validation_rows(corpus, run.eval, run.model.context, wanted.rows)
         self.before: dict[str, Tensor] = {}
+        self.tried = False
         self.seconds = 0.0
 
     def before_step(self, state: TrainState) -> None:
         due = self.wanted.every and state.step % self.wanted.every == 0
+        begin = time.perf_counter()
+        if not self.tried:  # a variant that cannot be measured is told before it trains, not at its end
+            diagnose(state.model, self.inputs[:1], self.targets[:1])
+            self.tried = True
+            self.seconds += time.perf_counter() - begin
         if not due and state.step != self.steps:
             return
         begin = time.perf_counter()

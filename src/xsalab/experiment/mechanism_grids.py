@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,20 +127,23 @@ def read_grid(path: Path) -> Grid:
     return Grid(path, int(columns["tokens"][0]), tuple(places), values)
 
 
-def check_alike(arms: Mapping[str, Sequence[Run]]) -> None:
-    """ValueError where runs of an arm differ in their steps or in what was read, or arms in the number of rows."""
-    first = next(iter(arms.values()))[0].end
-    for runs in arms.values():
-        for run in runs:
-            _check(run.end.path, runs[0].end.path, f"{run.steps} steps", f"{runs[0].steps} steps")
-            for grid in run.grids.values():
-                _check(grid.path, runs[0].end.path, grid.conditions, runs[0].end.conditions)
-        _check(runs[0].end.path, first.path, f"{runs[0].end.rows} rows", f"{first.rows} rows")
+def alike(arms: Mapping[str, Sequence[Run]]) -> tuple[dict[str, list[Run]], list[str]]:
+    """The runs that can stand beside one another, and the names of the others.
 
-
-def _check(path: Path, other: Path, what: str, wanted: str) -> None:
-    if what != wanted:
-        raise ValueError(
-            f"{path} and {other} are of runs that were not diagnosed alike: {what} against {wanted}; run and diagnose "
-            "them with the same steps and rows"
-        )
+    All read as many rows as most runs of the point, and those of an arm took as many steps as most of the arm: a run
+    diagnosed again on other rows is left out, and costs the experiment nothing but itself.
+    """
+    of_one_kind = {
+        arm: [run for run in runs if len({grid.conditions for grid in run.grids.values()}) == 1]
+        for arm, runs in arms.items()
+    }
+    every = [run for runs in of_one_kind.values() for run in runs]
+    rows = Counter(run.end.rows for run in every).most_common(1)[0][0] if every else 0
+    kept: dict[str, list[Run]] = {}
+    for arm, runs in of_one_kind.items():
+        runs = [run for run in runs if run.end.rows == rows]
+        if runs:
+            usual = Counter((run.steps, run.end.conditions) for run in runs).most_common(1)[0][0]
+            kept[arm] = [run for run in runs if (run.steps, run.end.conditions) == usual]
+    names = [run.name for arm, runs in arms.items() for run in runs if run not in kept.get(arm, ())]
+    return kept, names

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ..optim.geometry import SKETCH
 from .design import Cell, Contrast, Experiment, contrasts, resolve
-from .mechanism_grids import MEASURES, Run, check_alike, finished_runs
+from .mechanism_grids import MEASURES, Run, alike, finished_runs
 from .mechanism_words import prediction, sentences
 from .store import RunStore, read_parquet
 
@@ -36,17 +36,19 @@ def mechanism_tables(experiment: Experiment, store: RunStore) -> list[dict[str, 
     A mean over a value that is missing is missing: null. ``left_out``: names of runs that are in no heat map, as they
     have not finished or were not diagnosed at their end, or in no curve, as they were diagnosed at other steps than
     most runs of their arm.
-    ValueError naming two files whose runs stand beside one another and were not diagnosed alike.
+    A run that was diagnosed on other rows than most, or took other steps than its arm, is left out of both.
+    ValueError naming a file that is no whole diagnosis.
     """
     found = [_at_point(experiment, store, point.name) for point in experiment.points]
     return [entry for entry in found if entry is not None]
 
 
 def _at_point(experiment: Experiment, store: RunStore, point: str) -> dict[str, Any] | None:
-    arms, left_out = finished_runs(experiment, store, point)
+    finished, left_out = finished_runs(experiment, store, point)
+    arms, others = alike(finished)
+    left_out += others
     if not arms:
         return None
-    check_alike(arms)
     main = arms.get(experiment.baseline) or next(iter(arms.values()))
     layers, heads, _ = main[0].end.values["alpha"].shape
     tables: dict[str, dict[str, Any]] = {}

@@ -261,17 +261,13 @@ def check_causality_once(model: ModelConfig, choice: VariantChoice) -> None:
         _CHECKED.add(key)
 
 
-def load_run(folder: Path) -> tuple[GPT, Corpus, RunConfig]:
-    """The trained model of a finished run OUT/experiments/NAME/runs/RUN, its corpus and its configuration.
-
-    RUN/sft, which ``fine_tune`` leaves, is such a run as well: the same model and corpus, other weights. Executes the
-    plugins that are stored with the run. The model lies on the device that it was trained on, or on the CPU where
-    there is none.
-    """
+def check_finished(folder: Path) -> None:
+    """ValueError where the folder holds no finished run of our own engine."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no run here, no folder; give a folder under out/experiments/NAME/runs")
     run = RunFolder(folder)
     stored = run.read("config")
-    above = folder.resolve().parents[1 if "sft" in stored else 0 :]
-    if not stored or len(above) < 4:
+    if not stored or len(folder.resolve().parents[1 if "sft" in stored else 0 :]) < 4:
         raise ValueError(
             f"{folder}: no run here (config.json is missing); give a folder under out/experiments/NAME/runs"
         )
@@ -279,10 +275,22 @@ def load_run(folder: Path) -> tuple[GPT, Corpus, RunConfig]:
         raise ValueError(
             f"{folder}: a command's run: what it trained is in {folder / 'out'}, in the command's own form"
         )
-    weights = folder / "model.safetensors"
-    if not weights.is_file():
+    if not (folder / "model.safetensors").is_file():
         why = "it diverged and has no weights" if run.state == "diverged" else "its weights are written when it ends"
         raise ValueError(f"{folder}: not finished ({run.state}); {why}")
+
+
+def load_run(folder: Path) -> tuple[GPT, Corpus, RunConfig]:
+    """The trained model of a finished run OUT/experiments/NAME/runs/RUN, its corpus and its configuration.
+
+    RUN/sft, which ``fine_tune`` leaves, is such a run as well: the same model and corpus, other weights. Executes the
+    plugins that are stored with the run. The model lies on the device that it was trained on, or on the CPU where
+    there is none.
+    """
+    check_finished(folder)
+    stored = RunFolder(folder).read("config")
+    above = folder.resolve().parents[1 if "sft" in stored else 0 :]
+    weights = folder / "model.safetensors"
     import_plugins(tuple(stored["plugins"].items()))
     config = build(RunConfig, stored["config"], str(folder / "config.json"))
     device = config.train.device if torch.cuda.is_available() else "cpu"

@@ -24,7 +24,8 @@ def stability(experiment: Experiment, store: RunStore) -> tuple[list[Row], list[
 
     Of an arm, ``low`` and ``high`` are the exact 95 % interval (Clopper–Pearson) of the share that diverges, over the
     runs that have ended; ``nonfinite`` counts runs. ``logit_growth`` is the mean over runs of the largest attention
-    logit at the last diagnosis less that at the first, where those are two. None is what is not known.
+    logit at the last diagnosis less that at the first, where those are two. None is what is not known: of a run too
+    short to be judged, its spikes too.
     """
     cells = [cell for cell in expand(experiment) if cell.arm != "twin"]
     runs = [
@@ -44,11 +45,11 @@ def _run(run: RunFolder) -> Row:
     losses = [(row["step"], row["loss"]) for row in metrics if _finite(row.get("loss"))]
     norms = [row["grad_norm"] for row in metrics if _finite(row.get("grad_norm"))]
     judged = judge([loss for _, loss in losses])
-    found = judged.spikes()
+    found, long_enough = judged.spikes(), len(losses) > FIRST
     return {
         "state": status["state"],
-        "spikes": len(found),
-        "largest_z": float(judged.z[EARLY:].max()) if len(losses) > FIRST else None,
+        "spikes": len(found) if long_enough else None,
+        "largest_z": float(judged.z[EARLY:].max()) if long_enough else None,
         "spike_steps": [losses[index][0] for index in found],
         "grad_norm_median": statistics.median(norms) if norms else None,
         "largest_grad_norm": max(norms, default=None),
@@ -79,6 +80,7 @@ def _arm(point: str, arm: str, runs: Sequence[Mapping[str, Any]]) -> Row:
     states = [run["state"] for run in runs]
     finished, diverged = states.count("finished"), states.count("diverged")
     low, high = clopper_pearson(diverged, finished + diverged) if finished + diverged else (None, None)
+    spikes = [run["spikes"] for run in runs if run["spikes"] is not None]
     growth = [run["last_logit"] - run["first_logit"] for run in runs if run["last_logit"] is not None]
     return {
         "point": point,
@@ -88,8 +90,8 @@ def _arm(point: str, arm: str, runs: Sequence[Mapping[str, Any]]) -> Row:
         "diverged": diverged,
         "low": low,
         "high": high,
-        "spikes": sum(run["spikes"] for run in runs),
-        "runs_with_spikes": sum(run["spikes"] > 0 for run in runs),
+        "spikes": sum(spikes) if spikes else None,
+        "runs_with_spikes": sum(count > 0 for count in spikes) if spikes else None,
         "largest_z": _largest(runs, "largest_z"),
         "largest_grad_norm": _largest(runs, "largest_grad_norm"),
         "nonfinite": sum(run["nonfinite"] is not None for run in runs),

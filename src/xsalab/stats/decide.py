@@ -110,7 +110,11 @@ def decide(
         reason = f"{interval} excludes 0, but not after Holm's adjustment (p = {adjusted_p:.2g})"
     if estimate90 is not None:
         reason += f" and {interval90} reaches beyond ± {_plain(margin)}"
-    return Verdict("inconclusive", reason + each_look, _what_would_help(estimate, margin, level))
+    advice = _what_would_help(estimate, margin, level)
+    if excludes and adjusted_p is not None:
+        alone = "new runs of a smaller declared family, as the interval alone excludes 0"
+        advice = f"{alone}; to see a difference as small as the margin: {advice}" if advice else alone
+    return Verdict("inconclusive", reason + each_look, advice)
 
 
 def _interval(estimate: Estimate) -> tuple[float, float]:

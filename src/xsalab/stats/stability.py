@@ -3,12 +3,13 @@
     r[s] = loss[s] − the line through the 10 losses before it, read off at s       (a repeated median, Siegel 1982)
     z[s] = (r[s] − median of r) / max(1.4826 · MAD of r, 0.001 · loss)             over the 32 r before s, at least 12
     z[s] is at most 0 unless loss[s] is above the median of the 10 before as well
-    of the first 22 steps: z[s] = (loss[s] − median of the 3 to 10 before) / the scale of the first 32 r
+    of the first 22 steps: z[s] = (loss[s] − median of the 3 before) / the scale of the first 32 r
 
 The line follows the fall at the start, so the fall neither hides a spike nor looks like one; where the fall ends, the
 loss is above the line and yet no higher than before, which is what the third rule is for. Up to 5 outliers among 10
 losses move the line little, so a spike casts no shadow on the steps after it. The first steps have no past to be
-measured against: there a spike is a loss far above what came before, in units of what comes after.
+measured against: there a spike is a loss far above the last three, in units of what comes after; ten would reach back
+to where a steep fall began, and hide a spike below that.
 
 The forecast by a repeated median in a moving window is that of Davies, Fried & Gather (2004, J. Stat. Plan. Inference
 122:65), the median and MAD of what remains are Hampel's (1974, JASA 69:383), and 1.4826 makes the MAD of a normal law
@@ -29,7 +30,7 @@ LINE = 10  # losses that the line goes through
 PAST = 32  # residuals that a step is measured against
 LEAST = 12  # of them, before a step is measured against its past
 FIRST = LINE + LEAST  # index of the first step that is; a shorter series is not judged
-EARLY = 3  # index of the first step that is judged at all
+EARLY = 3  # losses before one of the first steps; index of the first that is judged at all
 FLOOR = 0.001  # of the loss: a scale below it is rounding, or a series without noise
 SIGMAS = 1.4826
 THRESHOLD = 6.0
@@ -95,7 +96,7 @@ def judge(losses: Sequence[float] | Floats) -> Judged:
     residuals = series[LINE:] - line
     _, early = _centre_and_scale(residuals[:PAST], float(level[0]))
     for step in range(EARLY, FIRST):
-        expected[step], scale[step] = float(np.median(series[max(0, step - LINE) : step])), early
+        expected[step], scale[step] = float(np.median(series[step - EARLY : step])), early
         z[step] = _z(series[step] - expected[step], early)
     for i in range(LEAST, len(residuals)):
         centre, unit = _centre_and_scale(residuals[max(0, i - PAST) : i], float(level[i]))
