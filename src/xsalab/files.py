@@ -37,9 +37,9 @@ def explain_disk(error: OSError, path: Path, needed: int) -> OSError:
         words = f"disk full: {needed:,} bytes needed, {free} free; make room, and the same command continues"
         return OSError(errno.ENOSPC, words, str(path))
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-        return OSError(error.errno, "cannot write here (read-only?); choose another folder", str(path))
+        return OSError(error.errno, "cannot write here (read-only?); choose another folder with --out", str(path))
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
-        return OSError(error.errno, "a file stands where a folder is needed; choose another", str(path))
+        return OSError(error.errno, "a file stands where a folder is needed; choose another with --out", str(path))
     return error
 
 
