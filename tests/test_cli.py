@@ -773,17 +773,17 @@ def test_a_look_that_is_complete_leaves_the_next_its_jobs(
     xsalab: Any, write_experiment: Any, out: Path, no_page: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Runs side by side follow from what is to do at each look: nothing to do at one is no choice for the next."""
-    from xsalab.experiment import fleet, stages
+    from xsalab.experiment import stages, workers
 
     asked: list[int] = []
-    carry_out = fleet.run_tasks
+    carry_out = workers.run_tasks
 
-    def recorded(pending: Any, jobs: int, event: Any) -> Any:
-        asked.append(jobs)
-        return carry_out(pending, 1, event)
+    def recorded(pending: Any, slots: Any, event: Any) -> Any:
+        asked.append(len(slots))
+        return carry_out(pending, slots[:1], event)
 
-    monkeypatch.setattr(fleet, "default_jobs", lambda threads, pending: max(1, min(2, pending)))
-    monkeypatch.setattr(fleet, "run_tasks", recorded)
+    monkeypatch.setattr(workers, "default_jobs", lambda threads, pending, *_: max(1, min(2, pending)))
+    monkeypatch.setattr(workers, "run_tasks", recorded)
     monkeypatch.setattr(stages, "decided", lambda content: False)
     path = write_experiment(seeds=[0, 1, 2, 3], primary={"contrast": "xsa - standard"}, train__tokens=512)
     xsalab("run", path, "--out", out)

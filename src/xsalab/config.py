@@ -43,12 +43,17 @@ def read_toml(path: Path, sets: Sequence[str] = ()) -> dict[str, Any]:
         raise ValueError(f"{path}: not UTF-8 (byte {error.start}); TOML files are UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: not TOML: {error}") from None
+    apply_sets(tables, sets)
+    return tables
+
+
+def apply_sets(tables: dict[str, Any], sets: Sequence[str]) -> None:
+    """Puts ``--set a.b=VALUE`` assignments on top of the tables, in place. ValueError for one that is none."""
     for assignment in sets:
         name, equals, text = assignment.partition("=")
         if not equals or not name.strip():
             raise ValueError(f"--set {assignment!r}: write it as section.field=value")
         set_dotted(tables, name.strip(), parse_value(text.strip()), where="--set")
-    return tables
 
 
 def parse_value(text: str) -> Any:

@@ -26,11 +26,11 @@ from .eval.throughput import busy_share, interleaved_step_times
 from .experiment.building import build_state, derived
 from .experiment.design import Cell, Experiment, RunConfig, combinations, contrasts, expand, resolve
 from .experiment.fingerprint import machine
-from .experiment.fleet import default_jobs
 from .experiment.judging import in_family
 from .experiment.pairing import pairs
 from .experiment.store import RunStore
 from .experiment.timing import BUSY, measured_costs
+from .experiment.workers import default_jobs
 from .model import ModelConfig, VariantChoice
 from .model.variant import VARIANTS
 from .stats import mean_difference, minimum_detectable, sd_interval
@@ -133,7 +133,11 @@ def plan(
     pending = [by_key[cell.point, cell.arm] for cell in states if cell not in ended]
     ours = experiment.command is None
     threads = max((kind.config.train.threads for kind in kinds if kind.config), default=1)
-    jobs = default_jobs(threads, len(pending)) if ours else 1  # what a command needs of the machine is not known
+    trains = [kind.config.train for kind in kinds if kind.config]
+    device = "cuda" if any(train.device == "cuda" for train in trains) else "cpu"
+    processes = max((train.processes for train in trains), default=1)
+    # what a command needs of the machine is not known
+    jobs = default_jobs(threads, len(pending), device, processes) if ours else 1
     clocks, source = _clocks(experiment, store, kinds, measure, notes)
     left = [clocks[kind.key].seconds for kind in pending if clocks]
     if experiment.looks:

@@ -21,10 +21,11 @@ from xsalab.experiment import command_run
 from xsalab.experiment.command import CommandRun
 from xsalab.experiment.command_run import CommandTask, Rows, run_command
 from xsalab.experiment.design import Cell, Experiment, combinations, contrasts
-from xsalab.experiment.fleet import begin_experiment, run_tasks, tasks
+from xsalab.experiment.fleet import begin_experiment, tasks
 from xsalab.experiment.outcome import outcome
 from xsalab.experiment.reading import load_experiment
 from xsalab.experiment.store import RunFolder, RunStore
+from xsalab.experiment.workers import run_tasks
 from xsalab.stats import PairTable, mean_difference
 
 # Every word adds to the loss. The seed and the sum decide the noise, so that arms differ and a twin does not.
@@ -73,7 +74,7 @@ def carry_out(path: Path, jobs: int = 1) -> tuple[Experiment, RunStore]:
     experiment = load_experiment(path)
     out = path.parent / "out"
     store, _ = begin_experiment(experiment, out)
-    run_tasks(tasks(experiment, out), jobs, lambda cell, content: None)
+    run_tasks(tasks(experiment, out), [()] * jobs, lambda cell, content: None)
     return experiment, store
 
 

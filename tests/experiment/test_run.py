@@ -16,14 +16,15 @@ import torch
 from safetensors.torch import load_file
 
 from xsalab.eval.validation import evaluate
-from xsalab.experiment import fleet, hooks, plugins
+from xsalab.experiment import hooks, plugins
 from xsalab.experiment import run as runs
-from xsalab.experiment.fleet import begin_experiment, run_tasks, tasks
+from xsalab.experiment.fleet import begin_experiment, tasks
 from xsalab.experiment.outcome import outcome
 from xsalab.experiment.pairing import twin_agrees
 from xsalab.experiment.reading import load_experiment
 from xsalab.experiment.run import load_run, run_cell
 from xsalab.experiment.store import RunFolder, write_rows
+from xsalab.experiment.workers import portable, run_tasks
 from xsalab.files import folder_lock
 from xsalab.model.variant import VARIANTS
 from xsalab.train import Hook, StepMetrics, TrainState, checkpoint
@@ -685,12 +686,12 @@ def test_the_positive_control_declares_its_factor(lab: Any) -> None:
 
 @pytest.mark.slow
 def test_two_workers_give_the_bits_of_one(lab: Any, numbers_of: Numbers) -> None:
-    """jobs = 2 and jobs = 1 agree to the bit; every cell tells its start and its end."""
+    """Two slots and one agree to the bit; every cell tells its start and its end."""
     one, two = lab("one"), lab("two")
     one.run_all()
     told: list[tuple[str, str]] = []
     states = run_tasks(
-        tasks(two.experiment, two.out), 2, lambda cell, content: told.append((cell.name, content["kind"]))
+        tasks(two.experiment, two.out), [(), ()], lambda cell, content: told.append((cell.name, content["kind"]))
     )
     assert set(states.values()) == {"finished"}
     assert len(states) == 4
@@ -706,7 +707,7 @@ def test_a_mistake_in_a_worker_reaches_the_user(lab: Any) -> None:
     edit(home.run("standard"), "fingerprint", "rows", "0")
     pending = [home.task("xsa"), home.task("standard", 1)]
     with pytest.raises(ValueError, match=r"base.xsa.s0 is no partner of base.standard.s0: rows"):
-        run_tasks(pending, 2, lambda cell, content: None)
+        run_tasks(pending, [(), ()], lambda cell, content: None)
     assert home.folder("standard").state == "finished"
 
 
@@ -723,7 +724,7 @@ def test_a_mistake_in_a_worker_reaches_the_user(lab: Any) -> None:
 def test_an_error_travels_to_the_parent(error: Exception, kind: type, words: str) -> None:
     """A user's mistake keeps its kind and its file; a fault of ours brings its traceback."""
     with pytest.raises(kind, match=words):
-        raise pickle.loads(pickle.dumps(fleet._portable(error)))
+        raise pickle.loads(pickle.dumps(portable(error)))
 
 
 def test_a_batch_larger_than_the_corpus_is_refused_at_once(lab: Any) -> None:

@@ -12,7 +12,8 @@ import torch
 from xsalab.data import Batch
 from xsalab.optim import OptimConfig, Schedule
 from xsalab.train import Diverged, Hook, StepMetrics, TrainConfig, TrainState, train, train_step
-from xsalab.train.loop import fast_bfloat16, global_norm
+from xsalab.train.distributed import global_norm
+from xsalab.train.loop import fast_bfloat16
 
 SCHEDULE = Schedule("nanochat", steps=4, warmup=2)
 State = Callable[..., TrainState]

@@ -26,6 +26,7 @@ File = Annotated[Path, typer.Argument(help="the experiment's TOML file", metavar
 Out = Annotated[Path, typer.Option("--out", help="folder for corpora and experiments")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="section.field=value, over the file's; may repeat")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON value for machines")]
+Smoke = Annotated[bool, typer.Option("--smoke", help="a small trial of every stage, by the file's table [smoke]")]
 OUT = Path("out")
 
 
@@ -34,19 +35,18 @@ def note(text: str) -> None:
     notes.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def load(path: Path, sets: list[str] | None, plugins: bool = True) -> Any:
+def load(path: Path, sets: list[str] | None, plugins: bool = True, smoke: bool = False) -> Any:
     """The experiment; with ``plugins`` its variants' files are imported after their paths and hashes are printed."""
-    from ..config import read_toml
     from ..experiment.plugins import import_plugins, read_plugins
-    from ..experiment.reading import load_experiment
+    from ..experiment.reading import load_experiment, read_tables
 
     if plugins:
-        names = read_toml(path, sets or ()).get("plugins", [])
+        names = read_tables(path, sets or (), smoke).get("plugins", [])
         # what is no list of names is refused by load_experiment
         texts = read_plugins(path, [n for n in names if isinstance(n, str)] if isinstance(names, list) else [])
         tell_plugins(path.parent, texts)
         import_plugins(texts)
-    return load_experiment(path, sets or (), known_variants=plugins)
+    return load_experiment(path, sets or (), known_variants=plugins, smoke=smoke)
 
 
 def tell_plugins(folder: Path, texts: Iterable[tuple[str, str]]) -> None:
@@ -68,6 +68,31 @@ def bar(description: str, total: float) -> Iterator[Any]:
     ) as progress:  # fmt: skip
         task = progress.add_task(description, total=total)
         yield lambda completed, text=None: progress.update(task, completed=completed, description=text or description)
+
+
+@contextmanager
+def bars(description: str, total: float) -> Iterator[tuple[Any, Any]]:
+    """As ``bar``, with a line below for each thing under way.
+
+    Yields two functions: (completed), and (name, words, completed, total) for a line; without words it goes.
+    """
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+        console=notes, transient=True, disable=not notes.is_terminal,
+    ) as progress:  # fmt: skip
+        whole, lines = progress.add_task(description, total=total), dict[str, Any]()
+
+        def line(name: str, words: str = "", completed: float = 0, total: float | None = None) -> None:
+            if not words:
+                if name in lines:
+                    progress.remove_task(lines.pop(name))
+                return
+            if name not in lines:
+                lines[name] = progress.add_task("", total=total)
+            progress.update(lines[name], description=f"  {name} {words}", completed=completed, total=total)
+
+        yield lambda completed: progress.update(whole, completed=completed), line
 
 
 def spelled(text: str) -> str:

@@ -25,7 +25,8 @@ from filelock import FileLock
 from ..config import digest, dump
 from ..files import write_atomic
 from .rows import Packing, Rows, pack
-from .sources import DataConfig, Document, Source, SourceFile, list_files, open_source, share_of
+from .shards import Pieces, ShardRows, described
+from .sources import DataConfig, Document, Source, SourceFile, list_files, open_source, share_of, source_record
 from .storage import (
     append,
     batched,
@@ -63,15 +64,28 @@ class TokenDocument:
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """A prepared corpus. ``notes`` are lines for the user: what changed at the source since the preparation."""
+    """A prepared corpus. ``notes`` are lines for the user: what changed at the source since the preparation.
+
+    With ``window``, DataConfig's, the training side is prepared in shards by preparing.prepare_shards, and may be there
+    in part.
+    """
 
     folder: Path
     manifest: dict[str, Any]
     tokenizer: Tokenizer
     notes: list[str]
+    window: int = 0
 
     def documents(self, side: str) -> list[TokenDocument]:
-        """The documents of "train" or "validation" in source order; tokens are views of the mapped file."""
+        """The documents of "train" or "validation" in source order; tokens are views of the mapped file.
+
+        Raises ValueError for the training side of a corpus in shards: of that rows alone are kept.
+        """
+        if self.window and side == "train":
+            raise ValueError(
+                f"{self.folder}: prepared in shards (data.window = {self.window}), which keep no training documents; "
+                "use rows, or data.window = 0"
+            )
         tokens = map_file(self.folder / f"{side}.bin", self.manifest["dtype"])
         # read_table and to_numpy would import pyarrow's data sets and pandas: half a second of every start
         index = pq.ParquetFile(self.folder / f"{side}.documents.parquet").read()
@@ -89,10 +103,14 @@ class Corpus:
     def rows(self, context: int) -> Rows:
         """The training documents in rows of ``context`` + 1 tokens; packed on first use, verified on every other.
 
-        Raises ValueError if ``context`` is below 1 or the packed file was damaged, OSError if the disk is full.
+        In shards: those that are prepared, and the others as soon as they are. Raises ValueError if ``context`` is
+        below 1 or the packed file was damaged, OSError if the disk is full.
         """
         if context < 1:
             raise ValueError(f"context = {context}: must be at least 1")
+        if self.window:
+            name = digest([self.manifest["files"], self.manifest["sources"], context, self.window])
+            return ShardRows(Pieces(self.folder, self.manifest, context), self.window, self.tokenizer.pad, name)
         data, about = self.folder / f"rows-{context}.bin", self.folder / f"rows-{context}.json"
         dtype, pad = self.manifest["dtype"], self.tokenizer.pad
         with FileLock(lock_path(self.folder)):
@@ -117,6 +135,10 @@ class Corpus:
         tokens = map_file(data, dtype).reshape(-1, context + 1)
         return Rows(tokens, pad, digest({"sha256": counts["sha256"], "context": context}), counts)
 
+    def described(self, context: int) -> dict[str, Any]:
+        """The manifest; in shards with the counts of what is prepared for ``context``."""
+        return described(self.folder, self.manifest, context) if self.window else self.manifest
+
 
 # Preparing
 
@@ -125,7 +147,8 @@ def prepare(config: DataConfig, vocab_size: int, home: Path, progress: Progress 
     """The corpus of ``config`` under ``home``, prepared on first use and verified on every other.
 
     The list of source files is frozen at the first preparation, so that the validation text never changes; what
-    differs at the source later is told in ``Corpus.notes``. ``progress`` gets a stage and the share done.
+    differs at the source later is told in ``Corpus.notes``. ``progress`` gets a stage and the share done. With
+    ``config.window`` these are the tokenizer and the validation side; preparing.prepare_shards does the rest.
     Raises ValueError naming file, field and remedy, OSError if the disk is full.
     """
     given = Tokenizer.load(config.tokenizer) if config.tokenizer else None
@@ -144,12 +167,14 @@ def prepare(config: DataConfig, vocab_size: int, home: Path, progress: Progress 
             tell = progress or (lambda stage, share: None)
             manifest = build_folder(folder, lambda partial: _build(config, key, vocab_size, given, partial, tell))
             notes = []
-    return Corpus(folder, manifest, Tokenizer.load(folder / "tokenizer.json"), notes)
+    return Corpus(folder, manifest, Tokenizer.load(folder / "tokenizer.json"), notes, config.window)
 
 
 def _key(config: DataConfig, vocab_size: int, given: Tokenizer | None) -> dict[str, Any]:
     """What the prepared files depend on, the files' own content apart."""
     key = {**dump(config), "vocab_size": vocab_size, "format": FORMAT}
+    if key.pop("window"):
+        key["layout"] = "shards"  # how many are shuffled together changes no file
     if config.source == "stdlib":
         key["python"] = f"{platform.python_implementation()} {platform.python_version()}"
     elif not config.source.startswith("climbmix:"):
@@ -167,33 +192,34 @@ def _build(
     """Writes all files of a corpus into ``folder`` and returns its manifest."""
     progress("reading", 0.0)
     source = open_source(config)
+    whole = source.validation if config.window else source.files
+    sources = {file.name: source_record(file.path) for file in whole}
     skipped = {side: Counter[str]() for side in SIDES}
     held_out = {text_hash(document.text) for document in source.documents("validation", Counter())}
     if not held_out:
         raise ValueError(_too_small(config, source))
-    if next(_training(source, held_out, Counter()), None) is None:
+    if next(training(source, held_out, Counter(), share_of), None) is None:
         raise ValueError(f"data.source = {config.source!r}: no training document is left beside the validation text")
     tokenizer = given
     if tokenizer is None:
         progress("training the tokenizer", 0.0)
-        # Files in the order of their names' hashes: a limit below the whole takes from all over the source.
-        texts = _first_bytes(_training(source, held_out, Counter(), share_of), int(config.tokenizer_megabytes * 1e6))
+        # Files in the order of their names' hashes: a limit below the whole takes from all over the source, and
+        # shards that lie beyond it are not downloaded.
+        texts = _first_bytes(training(source, held_out, Counter(), share_of), int(config.tokenizer_megabytes * 1e6))
         tokenizer = Tokenizer.train(texts, vocab_size)
     tokenizer.save(folder / "tokenizer.json")
 
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-    sides = {
-        "train": _training(source, held_out, skipped["train"]),
-        "validation": source.documents("validation", skipped["validation"]),
-    }
+    sides = {"validation": (source.documents("validation", skipped["validation"]), source.validation)}
+    if not config.window:
+        sides = {"train": (training(source, held_out, skipped["train"]), source.train), **sides}
     counts = {
         side: _write_side(_watch(documents, files, f"tokenising {side}", progress), tokenizer, folder, side, dtype)
-        for (side, documents), files in zip(sides.items(), (source.train, source.validation), strict=True)
+        for side, (documents, files) in sides.items()
     }
-    train, validation = (
-        set(pq.read_table(folder / f"{side}.documents.parquet").column("sha256").to_pylist()) for side in SIDES
-    )
-    assert train.isdisjoint(validation), "a document is on both sides"
+    overlap = held_out_hashes(folder)
+    overlap &= held_out_hashes(folder, "train") if not config.window else set()
+    assert not overlap, "a document is on both sides"
     if source.fraction:  # both sides read every file: what was skipped is the same, and counted once
         skipped["validation"].clear()
     manifest = {
@@ -204,22 +230,25 @@ def _build(
         "validation_rule": source.rule,
         **counts,
         "duplicates_dropped": skipped["train"].pop(DUPLICATE, 0),
-        "overlap": len(train & validation),
+        "overlap": len(overlap),
         "skipped": dict(skipped["train"] + skipped["validation"]),
         "ignored_files": source.ignored,
         "unigram_bits_per_byte": unigram_entropy(
             map_file(folder / "validation.bin", dtype), counts["validation"]["bytes"]
         ),
-        "sources": {file.name: _source_record(file) for file in source.files},
+        "sources": sources,
         "files": {path.name: fingerprint(path) for path in sorted(folder.iterdir())},
     }
+    if config.window:
+        manifest["shards"] = [file.name for file in source.train]
+        manifest["sources"] = {**{file.name: _state(file) for file in source.train}, **sources}
     write_atomic(folder / "manifest.json", to_json(manifest))
     sync_folder(folder)
     progress("prepared", 1.0)
     return manifest
 
 
-def _training(
+def training(
     source: Source, held_out: set[bytes], skipped: Counter[str], order: Callable[[str], Any] | None = None
 ) -> Iterator[Document]:
     """The training documents whose very text is not held out as well; the others are counted in ``skipped``."""
@@ -228,6 +257,12 @@ def _training(
             skipped[DUPLICATE] += 1
         else:
             yield document
+
+
+def held_out_hashes(folder: Path, side: str = "validation") -> set[bytes]:
+    """``text_hash`` of the documents of a prepared side."""
+    # read_table would import pyarrow's data sets
+    return set(pq.ParquetFile(folder / f"{side}.documents.parquet").read(columns=["sha256"])["sha256"].to_pylist())
 
 
 def text_hash(text: str) -> bytes:
@@ -357,8 +392,12 @@ def _differs(path: Path, record: dict[str, Any]) -> bool:
     state = path.stat()
     if state.st_size == record["size"] and state.st_mtime_ns == record["mtime_ns"]:
         return False
-    return state.st_size != record["size"] or sha256(path) != record["sha256"]
+    return state.st_size != record["size"] or sha256(path) != record.get("sha256")
 
 
-def _source_record(file: SourceFile) -> dict[str, Any]:
-    return {**fingerprint(file.path), "mtime_ns": file.path.stat().st_mtime_ns}
+def _state(file: SourceFile) -> dict[str, Any]:
+    """What can be said of a shard without reading it: nothing where it is at the hub."""
+    if file.repo:
+        return {}
+    state = file.path.stat()
+    return {"size": state.st_size, "mtime_ns": state.st_mtime_ns}

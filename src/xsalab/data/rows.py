@@ -41,6 +41,23 @@ class Rows:
         """Inputs a row holds."""
         return self.tokens.shape[1] - 1
 
+    def order(self, seed: int, first: int, count: int) -> np.ndarray:
+        """Ids of ``count`` rows, int64, from place ``first`` on in an endless sequence of epochs, each of all rows.
+
+        Raises ValueError where that is not 1 to as many rows as there are.
+        """
+        check_batch(count, len(self), self.context)
+        epochs, places = np.divmod(np.arange(first, first + count), len(self))
+        return np.concatenate([_epoch(len(self), seed, int(e))[places[epochs == e]] for e in np.unique(epochs)])
+
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        """The tokens of rows by their ids, int64 (n, context + 1)."""
+        return self.tokens[ids].astype(np.int64)
+
+    def edge_steps(self, steps: int) -> tuple[int, ...]:
+        """The first and the last of ``steps`` steps, as far as their batches can be had now."""
+        return 0, steps - 1
+
 
 @dataclass(frozen=True, eq=False)
 class Batch:
@@ -203,13 +220,9 @@ def batch_at(
 
     The batches are consecutive pieces of an endless sequence of epochs, each a permutation of all rows that depends
     on (seed, epoch) alone. ``permute`` orders the rows within the batch by (seed, step): the same set, another order.
-    Raises ValueError if ``batch_rows`` exceeds the rows or does not divide by ``world``.
+    The order of rows in shards: shards.ShardRows. Raises ValueError if ``batch_rows`` exceeds the rows or does not
+    divide by ``world``.
     """
-    if not 1 <= batch_rows <= len(rows):
-        raise ValueError(
-            f"batch_rows = {batch_rows}: the corpus packs into {len(rows)} rows of {rows.context + 1} tokens; "
-            f"use 1 to {len(rows)} rows a batch, or more text"
-        )
     if batch_rows % world:
         down, up = batch_rows // world * world, -(-batch_rows // world) * world
         near = " or ".join(str(n) for n in (down, up) if n)
@@ -217,14 +230,12 @@ def batch_at(
     if seed < 0 or step < 0:
         raise ValueError(f"seed = {seed}, step = {step}: must be 0 or more")
     assert 0 <= rank < world
-    positions = np.arange(step * batch_rows, (step + 1) * batch_rows)
-    epochs, places = np.divmod(positions, len(rows))
-    ids = np.concatenate([_epoch(len(rows), seed, int(e))[places[epochs == e]] for e in np.unique(epochs)])
+    ids = rows.order(seed, step * batch_rows, batch_rows)
     if permute:
         ids = ids[_permutation(batch_rows, seed, step, stream=1)]
     share = batch_rows // world
     ids = ids[rank * share : (rank + 1) * share]
-    tokens = torch.from_numpy(rows.tokens[ids].astype(np.int64))
+    tokens = torch.from_numpy(rows.read(ids))
     targets = tokens[:, 1:].clone()
     targets.masked_fill_(targets == rows.pad, -1)
     if rows.mask is not None:
@@ -232,9 +243,28 @@ def batch_at(
     return Batch(tokens[:, :-1].contiguous(), targets, torch.from_numpy(ids))
 
 
+def check_batch(batch_rows: int, rows: int, context: int) -> None:
+    """ValueError where no batch can have so many of so many rows."""
+    if not 1 <= batch_rows <= rows:
+        raise ValueError(
+            f"batch_rows = {batch_rows}: the corpus packs into {rows} rows of {context + 1} tokens; "
+            f"use 1 to {rows} rows a batch, or more text"
+        )
+
+
 def mixed(count: int) -> np.ndarray:
     """An order of ``count`` things, int64, that is the same for every run: how several sources are mixed."""
     return _permutation(count, 0, 0, stream=2)
+
+
+def shard_order(shards: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of the shards in one epoch, int64."""
+    return _permutation(shards, seed, epoch, stream=3)
+
+
+def window_order(rows: int, seed: int, window: int) -> np.ndarray:
+    """The order of the rows in one window of shards, int64; windows are counted over all epochs."""
+    return _permutation(rows, seed, window, stream=4)
 
 
 @lru_cache(maxsize=4)

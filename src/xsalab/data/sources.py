@@ -14,6 +14,7 @@ import math
 import os
 import re
 import sysconfig
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,11 +28,13 @@ import pyarrow.parquet as pq
 import zstandard
 
 from ..config import config
+from .storage import fingerprint
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 
 CLIMBMIX_REPO = "karpathy/climbmix-400b-shuffle"
 CLIMBMIX_LAST = 6542  # the last shard is the validation shard, as in nanochat's dataset.py
+RETRY_SECONDS = (1.0, 10.0)  # waited before a download of one shard among hundreds is tried again
 
 STDLIB_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload"}
 # A part of a module ends at the first line that qualifies: a top-level statement after a blank line once the part
@@ -49,6 +52,9 @@ class DataConfig:
     tokenizer: str = ""  # path of an existing tokenizer.json; "": train one on the training documents
     tokenizer_megabytes: float = 8.0  # training text shown to the tokenizer's trainer
     pack_buffer: int = 1000  # documents that best fit chooses from
+    # Shards that are shuffled together. 0: all text is prepared as one, before training; n: each Parquet shard is
+    # prepared on its own, and training starts when the first ones are there.
+    window: int = 0
 
     def __post_init__(self) -> None:
         if not self.source.strip():
@@ -61,6 +67,13 @@ class DataConfig:
             raise ValueError(f"tokenizer_megabytes = {self.tokenizer_megabytes}: must be positive, such as 8")
         if self.pack_buffer < 1:
             raise ValueError(f"pack_buffer = {self.pack_buffer}: must be at least 1")
+        if self.window < 0:
+            raise ValueError(f"window = {self.window}: must be at least 0 (all text as one), such as 8 shards")
+        if self.window and self.source == "stdlib":
+            raise ValueError(
+                f"window = {self.window}: 'stdlib' has no shards; use 0, or a source of Parquet shards (a folder of "
+                "Parquet files, 'climbmix:0-7')"
+            )
 
 
 @dataclass(frozen=True)
@@ -73,10 +86,25 @@ class Document:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source by its name relative to the source, with forward slashes."""
+    """A file of a source by its name relative to the source, with forward slashes.
+
+    Where ``repo`` is set it is one of that data set at the hub, and ``fetched`` tells where it was downloaded to.
+    """
 
     name: str
     path: Path
+    repo: str = ""
+
+    def fetched(self) -> SourceFile:
+        """The file on this machine, downloaded now where it is at the hub; tried three times. OSError naming it."""
+        if not self.repo:
+            return self
+        for seconds in RETRY_SECONDS:
+            try:
+                return SourceFile(self.name, hub_file(self.repo, self.name))
+            except OSError:
+                time.sleep(seconds)
+        return SourceFile(self.name, hub_file(self.repo, self.name))
 
 
 @dataclass(frozen=True)
@@ -102,7 +130,8 @@ class Source:
         """The documents of ``side`` ("train" or "validation") in file order, or with the files sorted by
         ``order`` of their names. What is skipped is counted in ``skipped`` by reason."""
         files = self.train if side == "train" else self.validation
-        for file in sorted(files, key=lambda file: order(file.name)) if order else files:
+        for given in sorted(files, key=lambda file: order(file.name)) if order else files:
+            file = given.fetched()
             for index, text in enumerate(self._texts(file, skipped)):
                 if text is None or not text.strip():
                     skipped["empty"] += 1
@@ -132,7 +161,8 @@ def share_of(text: str) -> float:
 def open_source(config: DataConfig) -> Source:
     """The files that ``config`` names, split into training and validation; ClimbMix shards are downloaded.
 
-    Every Parquet file's footer is checked here. Raises ValueError naming the file or folder.
+    Every Parquet file's footer is checked here. With ``config.window`` the training files are left alone: neither
+    downloaded nor looked into. Raises ValueError naming the file or folder.
     """
     if config.source == "stdlib":
         source = _stdlib(config)
@@ -140,10 +170,27 @@ def open_source(config: DataConfig) -> Source:
         source = _climbmix(config)
     else:
         source = _files(config)
-    for file in source.files:
+    if config.window:
+        _check_shards(config, source)
+    for file in source.validation if config.window else source.files:
         if file.name.endswith(".parquet"):
             open_parquet(file.path)
     return source
+
+
+def _check_shards(config: DataConfig, source: Source) -> None:
+    """ValueError where the training side is not whole Parquet files, beside a validation side of whole files."""
+    others = [file.name for file in source.train if not file.name.endswith(".parquet")]
+    if others:
+        raise ValueError(
+            f"data.window = {config.window}: {config.source!r} holds {others[0]}, which is no Parquet shard; "
+            "use window = 0, or a folder of Parquet files alone"
+        )
+    if source.fraction:
+        raise ValueError(
+            f"data.window = {config.window}: {config.source!r} is one file, and its validation would be single "
+            "documents; use window = 0, or a folder of shards, or name a file in data.validation"
+        )
 
 
 def list_files(config: DataConfig) -> tuple[list[SourceFile], int]:
@@ -259,18 +306,47 @@ def climbmix_numbers(source: str) -> list[int]:
 
 def _climbmix(config: DataConfig) -> Source:
     train = [_shard(number) for number in climbmix_numbers(config.source)]
-    if not config.validation:
-        return Source(tuple(train), (_shard(CLIMBMIX_LAST),), f"the fixed shard {CLIMBMIX_LAST:05d}")
-    match = re.fullmatch(r"shard_(\d{5})\.parquet", config.validation, re.ASCII)
-    if match and not any(file.name == config.validation for file in train):
-        train.append(_shard(int(match[1])))
-    return Source(*_named(config, train), f"file {config.validation}")
+    validation, rule = (_shard(CLIMBMIX_LAST),), f"the fixed shard {CLIMBMIX_LAST:05d}"
+    if config.validation:
+        match = re.fullmatch(r"shard_(\d{5})\.parquet", config.validation, re.ASCII)
+        if match and not any(file.name == config.validation for file in train):
+            train.append(_shard(int(match[1])))
+        (train, validation), rule = _named(config, train), f"file {config.validation}"
+    wanted = train if config.window else [_downloaded(file) for file in train]
+    return Source(tuple(wanted), tuple(_downloaded(file) for file in validation), rule)
 
 
 def _shard(number: int) -> SourceFile:
-    """A ClimbMix shard in the hub's cache."""
+    """A ClimbMix shard at the hub."""
     name = f"shard_{number:05d}.parquet"
-    return SourceFile(name, hub_file(CLIMBMIX_REPO, name))
+    return SourceFile(name, Path(CLIMBMIX_REPO, name), CLIMBMIX_REPO)
+
+
+def shard_file(config: DataConfig, name: str) -> SourceFile:
+    """A training shard by its name: at the hub, in the folder, or the one file."""
+    if config.source.startswith("climbmix:"):
+        return SourceFile(name, Path(CLIMBMIX_REPO, name), CLIMBMIX_REPO)
+    root = Path(config.source)
+    return SourceFile(name, root if root.is_file() else root / name)
+
+
+def _downloaded(file: SourceFile) -> SourceFile:
+    return SourceFile(file.name, hub_file(file.repo, file.name)) if file.repo else file
+
+
+def source_record(path: Path) -> dict[str, Any]:
+    """Size, SHA-256 and time of a source file. ValueError where the hub's cache names it by another SHA-256.
+
+    The cache keeps a large file as blobs/<SHA-256 that the hub states>, and its name as a link to it.
+    """
+    record = {**fingerprint(path), "mtime_ns": path.stat().st_mtime_ns}
+    blob = path.resolve()
+    if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name) and blob.name != record["sha256"]:
+        raise ValueError(
+            f"{path}: damaged: its SHA-256 is {record['sha256'][:16]}…, the hub says {blob.name[:16]}…; "
+            f"delete {blob} to download it again"
+        )
+    return record
 
 
 def hub_file(repo: str, name: str) -> Path:

@@ -30,6 +30,7 @@ from torch import Tensor
 from ..data.chat_rows import TokenConversation
 from ..data.corpus import TokenDocument
 from ..model import GPT
+from ..train.ranks import ALONE, Ranks
 from . import ItemScore
 
 MASKED = -1
@@ -53,6 +54,7 @@ def bits_per_byte(
     context: int,
     stride: int | None = None,
     batch_rows: int = 16,
+    ranks: Ranks = ALONE,
 ) -> list[ItemScore]:
     """One score a document, in order: nats (float64 sum) over bytes.
 
@@ -87,7 +89,7 @@ def bits_per_byte(
     sums = np.zeros(len(windows))
     # The shortest first, so that a batch holds windows of like length; few lengths, so that shapes stay few.
     order = sorted(range(len(windows)), key=lambda i: windows[i].end - windows[i].start)
-    for first in range(0, len(order), batch_rows):
+    for first, counts in shared(range(0, len(order), batch_rows), ranks):
         chosen = order[first : first + batch_rows]
         longest = windows[chosen[-1]].end - windows[chosen[-1]].start
         inputs = np.full((batch_rows, _padded(longest, context)), bos, dtype=np.int64)
@@ -98,7 +100,8 @@ def bits_per_byte(
             inputs[row, 0 if start else 1 : end - start] = tokens[max(start - 1, 0) : end - 1]
             new = tokens[scored:end].astype(np.int64)  # stored tokens are unsigned and have no −1
             targets[row, scored - start : end - start] = np.where(sizes[new] > 0, new, MASKED)
-        sums[chosen] = _row_nats(model, inputs, targets)[: len(chosen)]
+        sums[chosen] += _row_nats(model, inputs, targets)[: len(chosen)] * counts
+    sums = ranks.sum(sums)
     totals = [0.0] * len(documents)
     for window, nats in zip(windows, sums, strict=True):
         totals[window.document] += float(nats)
@@ -119,7 +122,11 @@ def windows_of(document: int, length: int, context: int, stride: int) -> Iterato
 
 
 def row_bits_per_byte(
-    model: GPT, rows: np.ndarray, bytes_per_token: np.ndarray | Tensor, batch_rows: int = 16
+    model: GPT,
+    rows: np.ndarray,
+    bytes_per_token: np.ndarray | Tensor,
+    batch_rows: int = 16,
+    ranks: Ranks = ALONE,
 ) -> list[ItemScore]:
     """One score a row of packed tokens (n, width), as nanochat evaluates: input row[:-1], target row[1:].
 
@@ -129,19 +136,20 @@ def row_bits_per_byte(
     if rows.ndim != 2 or rows.shape[1] < 2 or not len(rows):
         raise ValueError(f"no rows to evaluate: rows are (n, width) with n ≥ 1 and width ≥ 2, got {rows.shape}")
     sizes = _sizes(bytes_per_token)
-    scores = []
-    for first in range(0, len(rows), batch_rows):
+    sums, weights = np.zeros(len(rows)), np.zeros(len(rows))
+    for first, counts in shared(range(0, len(rows), batch_rows), ranks):
         chosen = np.asarray(rows[first : first + batch_rows], dtype=np.int64)
         full = np.concatenate((chosen, np.zeros((batch_rows - len(chosen), rows.shape[1]), dtype=np.int64)))
         inputs, targets = full[:, :-1], full[:, 1:].copy()
-        weights = sizes[targets].sum(1)
+        mine = slice(first, first + len(chosen))
+        weights[mine] += sizes[targets].sum(1)[: len(chosen)] * counts
         targets[sizes[targets] == 0] = MASKED
         targets[len(chosen) :] = MASKED
-        nats = _row_nats(model, inputs, targets)
-        scores += [ItemScore("bpb", str(first + i), float(nats[i]), float(weights[i])) for i in range(len(chosen))]
-    if not sum(score.weight for score in scores):
+        sums[mine] += _row_nats(model, inputs, targets)[: len(chosen)] * counts
+    sums, weights = ranks.sum(sums), ranks.sum(weights)
+    if not weights.sum():
         raise ValueError(f"no bytes to evaluate in {len(rows)} rows: every target is a special token")
-    return scores
+    return [ItemScore("bpb", str(row), float(sums[row]), float(weights[row])) for row in range(len(rows))]
 
 
 def answer_bits_per_byte(
@@ -149,6 +157,7 @@ def answer_bits_per_byte(
     conversations: Sequence[TokenConversation],
     bytes_per_token: np.ndarray | Tensor,
     batch_rows: int = 16,
+    ranks: Ranks = ALONE,
 ) -> list[ItemScore]:
     """One score a conversation, in order: nats over bytes of what the assistant itself writes in all its turns.
 
@@ -167,14 +176,15 @@ def answer_bits_per_byte(
         raise ValueError(f"no bytes to evaluate in {len(conversations)} conversations: the assistant writes nothing")
     values = np.zeros(len(conversations))
     order = sorted(range(len(conversations)), key=lambda i: len(targets[i]))
-    for first in range(0, len(order), batch_rows):
+    for first, counts in shared(range(0, len(order), batch_rows), ranks):
         chosen = order[first : first + batch_rows]
         length = _padded(len(targets[chosen[-1]]), context)
         inputs, expected = np.zeros((batch_rows, length), np.int64), np.full((batch_rows, length), MASKED, np.int64)
         for row, i in enumerate(chosen):
             inputs[row, : len(targets[i])] = conversations[i].tokens[:-1]
             expected[row, : len(targets[i])] = targets[i]
-        values[chosen] = _row_nats(model, inputs, expected)[: len(chosen)]
+        values[chosen] += _row_nats(model, inputs, expected)[: len(chosen)] * counts
+    values = ranks.sum(values)
     return [
         ItemScore("sft", conversation.id, float(value), float(weight))
         for conversation, value, weight in zip(conversations, values, weights, strict=True)
@@ -188,6 +198,17 @@ def total_bpb(scores: Iterable[ItemScore]) -> float:
     if weight <= 0:
         raise ValueError(f"no bytes in {len(scores)} scores: bits per byte is not defined")
     return math.fsum(score.value for score in scores) / (math.log(2) * weight)
+
+
+def shared(firsts: Sequence[int], ranks: Ranks) -> Iterator[tuple[int, bool]]:
+    """This process's part of the batches, by their first rows, and whether they count.
+
+    Every process gets as many, since a sliced model is put together by all of them: where there is none left, the last
+    one again, which does not count.
+    """
+    for begin in range(0, len(firsts), ranks.world):
+        place = begin + ranks.rank
+        yield firsts[min(place, len(firsts) - 1)], place < len(firsts)
 
 
 def _sizes(bytes_per_token: np.ndarray | Tensor) -> Int64[np.ndarray, " vocab"]:

@@ -33,6 +33,7 @@ from typing import Protocol
 
 from ..config import config, digest, dump
 from ..model import GPT
+from ..train.ranks import ALONE, Ranks
 from . import ItemScore, TaskAnswers
 from .bundle import Bundle, Item, Task
 from .scoring import Prompt, Score, score_prompts
@@ -87,6 +88,7 @@ def core(
     known: Callable[[str, str], TaskAnswers | None] = lambda task, key: None,
     progress: Callable[[str, int], None] = lambda task, items: None,
     left_out: Callable[[str, str], None] = lambda task, why: None,
+    ranks: Ranks = ALONE,
 ) -> Iterator[tuple[TaskAnswers, str]]:
     """The answers to each task, and the key of what they depend on beside the weights.
 
@@ -99,7 +101,9 @@ def core(
         answers = known(task.name, key)
         if answers is None:
             try:
-                answers = answer_task(model, tokenizer, task, config, lambda n, name=task.name: progress(name, n))
+                answers = answer_task(
+                    model, tokenizer, task, config, lambda n, name=task.name: progress(name, n), ranks
+                )
             except ValueError as error:
                 left_out(task.name, str(error))
                 continue
@@ -109,7 +113,12 @@ def core(
 
 
 def answer_task(
-    model: GPT, tokenizer: Encoder, task: Task, config: CoreConfig, progress: Callable[[int], None] = lambda items: None
+    model: GPT,
+    tokenizer: Encoder,
+    task: Task,
+    config: CoreConfig,
+    progress: Callable[[int], None] = lambda items: None,
+    ranks: Ranks = ALONE,
 ) -> TaskAnswers:
     """Puts a task to the model. Raises ValueError where no item of it can be asked."""
     context = model.config.context
@@ -120,8 +129,9 @@ def answer_task(
     share = len(questions) / sum(len(question.prompts) for question in questions)
     done = _Steps(share, progress)
     flat = score_prompts(
-        model, [p for question in questions for p in question.prompts], batch_tokens=config.batch_tokens, progress=done
-    )
+        model, [p for question in questions for p in question.prompts], batch_tokens=config.batch_tokens, progress=done,
+        ranks=ranks,
+    )  # fmt: skip
     scores, counts, place = [], Counter({"skipped": skipped}), 0
     for question in questions:
         own = flat[place : place + len(question.prompts)]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..model import GPT, KVCache
 from ..model.head import capped_logits
+from ..train.ranks import ALONE, Ranks
 
 WORTH_SHARING = 16  # tokens: below it a pass of its own costs more than it saves
 # Tokens spared of those that come behind: these then run against cached keys under a mask, which costs more than alone.
@@ -63,9 +64,10 @@ def score_prompts(
     *,
     batch_tokens: int = 0,
     progress: Callable[[int], None] = lambda prompts: None,
+    ranks: Ranks = ALONE,
 ) -> list[Score]:
     """One score a prompt, in order. ``batch_tokens``: of a pass, 0: what suits the device; a score depends on it by
-    rounding alone.
+    rounding alone. Of several processes, each with the whole model, each scores a part, and all return the whole.
 
     progress: called with the number of prompts that were scored since. Raises ValueError for a prompt that scores its
     first token or none, or holds a token outside the vocabulary.
@@ -80,12 +82,23 @@ def score_prompts(
             raise ValueError(f"a prompt holds a token outside the vocabulary of {model.config.vocab_size}")
     batch_tokens = batch_tokens or BATCH_TOKENS.get(model.head.weight.device.type, BATCH_TOKENS["cpu"])
     order = sorted(range(len(prompts)), key=lambda i: prompts[i].tokens)
-    found: list[Score | None] = [None] * len(prompts)
+    mine = _part(prompts, order, ranks)
+    found = np.zeros((len(prompts), 3))
     with torch.no_grad(), _fast_windows(model):
-        for i, score in _descend(model, prompts, _grow(prompts, order, 0), batch_tokens):
+        for i, score in _descend(model, prompts, _grow(prompts, mine, 0), batch_tokens):
             found[i] = score
             progress(1)
-    return [score for score in found if score is not None]
+    progress(len(prompts) - len(mine))
+    return [Score(float(log_p), int(tokens), bool(greedy)) for log_p, tokens, greedy in ranks.sum(found)]
+
+
+def _part(prompts: Sequence[Prompt], order: list[int], ranks: Ranks) -> list[int]:
+    """Neighbours in ``order``, which share beginnings, of about the same number of tokens in every process."""
+    ends = np.cumsum([len(prompts[i].tokens) for i in order])
+    if not len(ends):
+        return order
+    first, last = (int(np.searchsorted(ends, ends[-1] * part / ranks.world)) for part in (ranks.rank, ranks.rank + 1))
+    return order[first if ranks.rank else 0 : last if ranks.rank + 1 < ranks.world else len(order)]
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import numpy as np
 from ..config import config
 from ..data import Corpus, TokenDocument, nanochat_rows
 from ..model import GPT
+from ..train.ranks import ALONE, Ranks
 from . import ItemScore
 from .bits_per_byte import bits_per_byte, row_bits_per_byte
 
@@ -60,14 +61,17 @@ def _packed(corpus: Corpus, config: EvalConfig, context: int) -> np.ndarray:
     return nanochat_rows([document.tokens for document in documents], corpus.tokenizer.bos, context + 1)
 
 
-def evaluate(model: GPT, corpus: Corpus, config: EvalConfig) -> list[ItemScore]:
-    """One row a document (nats, bytes), or one a packed row with packing = "nanochat"."""
+def evaluate(model: GPT, corpus: Corpus, config: EvalConfig, ranks: Ranks = ALONE) -> list[ItemScore]:
+    """One row a document (nats, bytes), or one a packed row with packing = "nanochat".
+
+    Of several processes each scores a part, and all return the whole.
+    """
     tokenizer, context = corpus.tokenizer, model.config.context
     sizes = tokenizer.bytes_per_token()
     if config.packing == "nanochat":
-        return row_bits_per_byte(model, _packed(corpus, config, context), sizes, config.batch_rows)
+        return row_bits_per_byte(model, _packed(corpus, config, context), sizes, config.batch_rows, ranks)
     documents = evaluation_documents(corpus, config.max_bytes)
     return bits_per_byte(
         model, documents, bos=tokenizer.bos, bytes_per_token=sizes, context=context,
-        stride=config.stride or None, batch_rows=config.batch_rows,
+        stride=config.stride or None, batch_rows=config.batch_rows, ranks=ranks,
     )  # fmt: skip

@@ -16,7 +16,9 @@ from ..model.variant import check_choice
 from ..optim import Hybrid, effective_rates
 from ..optim.hybrid import Rates
 from ..train import TrainState
+from ..train.distributed import Alone, DataParallel, FullySharded
 from ..train.loop import DTYPES, fast_bfloat16
+from ..train.ranks import ALONE, Ranks
 from .design import RunConfig
 
 
@@ -53,17 +55,25 @@ def scaling_parameters(model: ModelConfig) -> int:
     return count_parameters(GPT(model)).scaling
 
 
-def build_state(config: RunConfig) -> TrainState:
-    """A model with the first weights of its seed, on its device, and its optimizer."""
+def build_state(config: RunConfig, ranks: Ranks = ALONE) -> TrainState:
+    """A model with the first weights of its seed, on its device, and its optimizer; divided among ``ranks``."""
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("train.device = 'cuda': torch finds no CUDA device here; use 'cpu'")
     dtype = DTYPES[compute_dtype(config)]
     model = GPT(config.model, config.variant, dtype=dtype, kernel=config.train.attention)
     init_weights(model, config.seed)
-    model.to(config.train.device)
+    if config.train.shard and ranks.world > 1:
+        if config.train.compile:
+            raise ValueError("train.compile with train.shard: slices are not compiled; use one of the two")
+        division = FullySharded(model, config.optim.kind, ranks, config.train.device)
+    else:
+        model.to(config.train.device)
+        division = DataParallel(model, config.optim.kind, ranks) if ranks.world > 1 else Alone(model)
     if config.train.device == "cuda":
         cuda.activate_fa3()  # where it cannot be, torch's own flash attention serves; the fingerprint tells which
-    state = TrainState(model, Hybrid(model, config.optim, rates_of(config), dtype))
+    rates = rates_of(config)
+    optimizer = division.optimizer(lambda parameters: Hybrid(parameters, config.optim, rates, dtype))
+    state = TrainState(model, optimizer, division=division)
     if config.train.compile and not cannot_compile():
         windows = {config.model.window_of(layer) for layer in range(config.model.depth)}
         if config.train.device == "cuda":
@@ -96,10 +106,12 @@ def open_corpus(data: DataConfig, vocab_size: int, home: Path) -> Corpus:
     return prepare(data, vocab_size, home)
 
 
-def batches(config: RunConfig, rows: Rows) -> Callable[[int], Batch]:
-    """The run's batch of a step: a pure function of its seed and the step."""
+def batches(config: RunConfig, rows: Rows, ranks: Ranks = ALONE) -> Callable[[int], Batch]:
+    """The run's batch of a step, or this process's share of it: a pure function of its seed and the step."""
     batch_rows, permute = config.train.batch_rows(config.model.context), config.train.permute_rows
-    return lambda step: batch_at(rows, seed=config.seed, step=step, batch_rows=batch_rows, permute=permute)
+    return lambda step: batch_at(
+        rows, seed=config.seed, step=step, batch_rows=batch_rows, permute=permute, rank=ranks.rank, world=ranks.world
+    )
 
 
 def derived(config: RunConfig) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from ..eval.bundle import Bundle, open_bundle, read_bundle
 from ..eval.core import CoreConfig, Encoder, core, kept_items
 from ..interop.nanochat import latest_step, read_checkpoint, variant_note
 from ..model import GPT
+from ..train.ranks import ALONE, Ranks
 from .answers import known_answers, write_answers
 from .fingerprint import model_digest
 from .run import load_run
@@ -96,6 +97,7 @@ def ask_core(
     out: Path = Path("out"),
     progress: Callable[[float, float, str], None] = lambda done, total, task: None,
     note: Callable[[str], None] = lambda text: None,
+    ranks: Ranks = ALONE,
 ) -> CoreResult:
     """Asks what is not there yet; each task's answers are kept as soon as they are complete.
 
@@ -122,11 +124,12 @@ def ask_core(
 
     asked = core(
         model, tokenizer, bundle, config, known=partial(known_answers, folder, weights=weights), progress=step,
-        left_out=left_out.__setitem__,
+        left_out=left_out.__setitem__, ranks=ranks,
     )  # fmt: skip
     for found, key in asked:
         settings = {"max_per_task": config.max_per_task, "longest": config.longest}
-        write_answers(folder, found, key, weights=weights, settings=settings)
+        if ranks.first:
+            write_answers(folder, found, key, weights=weights, settings=settings)
         answers[found.task] = found
     for task in bundle.tasks:
         faulty = [item for item in kept_items(task, config.max_per_task) if item.fault]

@@ -36,6 +36,7 @@ CONTROLS = ("null", "positive", "twin")
 SECTIONS: dict[str, type] = {
     "data": DataConfig, "model": ModelConfig, "optim": OptimConfig, "train": TrainConfig, "eval": EvalConfig,
 }  # fmt: skip
+DIVISION = ("train.processes", "train.shard")  # how a run's work is divided: the last digits of its numbers
 SCALES = ("train.tokens", "model.depth", "model.context", "model.width")  # what a trend over points is taken along
 
 
@@ -82,7 +83,12 @@ class Controls:
     positive: Mapping[str, Any] = field(default_factory=dict[str, Any])  # dotted field -> value known to hurt
     twin: bool = True
     timing: bool = True
+    rounds: int = 0  # of the timing, two steps of each arm a round; 0: timing.ROUNDS
     also: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rounds < 0:
+            raise ValueError(f"rounds = {self.rounds}: must be at least 0 (as many as usual)")
 
 
 @config
@@ -485,6 +491,11 @@ def undeclared(differences: Mapping[str, Any], factors: Sequence[str]) -> dict[s
         for name, values in differences.items()
         if not any(name == factor or name.startswith(factor + ".") for factor in factors)
     }
+
+
+def ours(differences: Mapping[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    """Those that make another run of it: not by how many processes it is carried out, which may change on the way."""
+    return {name: values for name, values in differences.items() if name not in DIVISION}
 
 
 def config_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

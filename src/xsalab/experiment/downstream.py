@@ -56,6 +56,7 @@ class DownstreamTask:
     threads: int
     stamp: str
     unsafe_code: bool = False
+    device: str = "cpu"
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -121,8 +122,8 @@ def downstream_tasks(experiment: Experiment, store: RunStore, unsafe_code: bool 
             continue
         own = digest([stamp, run.status["weights"]])
         if run.read("downstream").get("stamp") != own:
-            threads = resolve(experiment, cell).train.threads
-            found.append(DownstreamTask(cell, run.path, downstream, threads, own, unsafe_code))
+            train = resolve(experiment, cell).train
+            found.append(DownstreamTask(cell, run.path, downstream, train.threads, own, unsafe_code, train.device))
     return found
 
 

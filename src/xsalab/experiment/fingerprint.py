@@ -77,13 +77,13 @@ def fingerprint(
     config: RunConfig, state: TrainState, corpus: Corpus, plugins: Sequence[tuple[str, str]]
 ) -> dict[str, Any]:
     """What a partner must agree with, taken before the first step."""
-    rows, steps = corpus.rows(config.model.context), config.train.steps
+    rows = corpus.rows(config.model.context)
     batch_of = batches(config, rows)
-    edges = [sorted(batch_of(step).row_ids.tolist()) for step in (0, steps - 1)]
+    edges = [sorted(batch_of(step).row_ids.tolist()) for step in rows.edge_steps(config.train.steps)]
     documents = evaluation_documents(corpus, config.eval.max_bytes)
     return {
         "config": dump(config),
-        "start": {name: _tensor_digest(tensor) for name, tensor in state.model.named_parameters()},
+        "start": {name: _tensor_digest(tensor) for name, tensor in state.division.whole_parameters()},
         "rows": digest([rows.digest, *edges]),
         "corpus": digest(corpus.manifest.get("files", corpus.folder.name)),
         "evaluation": digest([[document.id, document.bytes] for document in documents]),

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..config import dump
+from ..data.shards import Pieces, described
 from ..stats import (
     Estimate,
     PairTable,
@@ -287,9 +289,21 @@ def _corpora(store: RunStore) -> list[dict[str, Any]]:
     path = store.folder / "corpora.json"
     found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
     for corpus in found:
+        if "shards" in corpus["manifest"]:
+            _describe_shards(corpus, store.folder.parents[1] / "corpora" / corpus["folder"])
+            continue
         rows = [store.folder.parents[1] / "corpora" / corpus["folder"] / f"rows-{n}.json" for n in corpus["contexts"]]
         corpus["packing"] = [json.loads(file.read_text(encoding="utf-8")) for file in rows if file.is_file()]
     return found
+
+
+def _describe_shards(corpus: dict[str, Any], folder: Path) -> None:
+    """The counts of the shards that are prepared by now; of those at the beginning where they are not there."""
+    packed = [Pieces(folder, corpus["manifest"], context) for context in corpus["contexts"]]
+    if packed[0].prepared():
+        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        corpus["manifest"] = described(folder, manifest, packed[0].context)
+    corpus["packing"] = [pieces.summary() for pieces in packed if pieces.prepared()]
 
 
 def headline(content: Mapping[str, Any]) -> list[str]:

@@ -21,6 +21,7 @@ from .design import (
     Metric,
     config_differences,
     declared_factors,
+    ours,
     tables_of,
     undeclared,
 )
@@ -267,7 +268,7 @@ def _factors_between(experiment: Experiment, a: Cell, b: Cell) -> tuple[str, ...
 
 def check_run(run: RunFolder, expected: Mapping[str, Any]) -> None:
     """ValueError where a run is of another configuration than the experiment says: it would be pooled in its name."""
-    if found := config_differences(run.fingerprint()["config"], expected):
+    if found := ours(config_differences(run.fingerprint()["config"], expected)):
         raise ValueError(
             f"{run.path}: holds a run of another configuration: {describe(found)}. "
             "Give the experiment as it was run (--set too), or delete that folder and run it again"

@@ -1,4 +1,8 @@
-"""From TOML to an experiment: reads, checks every field, resolves every kind of cell once."""
+"""From TOML to an experiment: reads, checks every field, resolves every kind of cell once.
+
+[smoke] holds what ``--smoke`` puts in the place of the file's values: dotted field -> value. The name then ends in
+"-smoke", so that a trial of all stages has a folder of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from ..config import build, flat, read_toml, unknown_field
+from ..config import apply_sets, build, flat, read_toml, unknown_field
 from ..model import ModelConfig, VariantChoice
 from ..model.variant import build_variant, check_choice
 from .command import (
@@ -41,21 +45,75 @@ from .downstream import TABLES, read_downstream
 from .factors import Crossing, cross
 from .mechanism import DiagnoseConfig
 
+SMOKE = "smoke"
 LEAST_ROWS = 4  # of a batch, for the null control to have an order to change
 TOP_LEVEL = (
     "name", "engine", "seeds", "baseline", "primary", "controls", "equal_time", "points", "arms", "factors", "plugins",
-    "diagnose", *SECTIONS, *TABLES,
+    "diagnose", SMOKE, *SECTIONS, *TABLES,
 )  # fmt: skip
 RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))}
 
 
-def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool = True) -> Experiment:
+def read_tables(path: Path, sets: Sequence[str] = (), smoke: bool = False) -> dict[str, Any]:
+    """The file's tables without [smoke]: with its values in their places where ``smoke``, then with ``--set`` on top.
+
+    Raises ValueError naming the file where it has no [smoke], or a value of it has no place.
+    """
+    tables = read_toml(path)
+    values = _table(tables, SMOKE, path)
+    tables.pop(SMOKE, None)
+    if smoke and not values:
+        raise ValueError(
+            f"{path}: --smoke: the file has no [smoke]; add the table with the fields that make a trial of it small, "
+            'such as "data.source" = "stdlib", "train.tokens" = 2048, seeds = [0]'
+        )
+    if smoke:
+        for name, value in _leaves(values):
+            _put(tables, name, value, f"{path}: smoke")
+        tables["name"] = f"{tables.get('name', path.stem)}-{SMOKE}"
+    apply_sets(tables, sets)
+    return tables
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """As ``flat``, but an empty table is a value: it empties the file's."""
+    found: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        deeper = isinstance(value, dict) and value
+        found += _leaves(cast(dict[str, Any], value), f"{prefix}{key}.") if deeper else [(f"{prefix}{key}", value)]
+    return found
+
+
+def _put(tables: dict[str, Any], name: str, value: Any, where: str) -> None:
+    """Puts ``value`` in the place of the dotted ``name``: where a key is written with dots, and in [[points]] by name.
+
+    "points.d12.train.tokens" is the field train.tokens of the point d12.
+    """
+    rest, place = name, tables
+    while rest not in place and "." in rest:
+        part, _, rest = rest.partition(".")
+        below: Any = place.setdefault(part, {})
+        if isinstance(below, list):
+            point, _, rest = rest.partition(".")
+            found = [item for item in cast(list[Any], below) if isinstance(item, dict) and item.get("name") == point]
+            if not found or not rest:
+                raise ValueError(f"{where}.{name}: no [[{part}]] of this name, or no field; write {part}.NAME.field")
+            below = found[0]
+        if not isinstance(below, dict):
+            raise ValueError(f"{where}.{name}: {part!r} is a value, not a section")
+        place = cast(dict[str, Any], below)
+    place[rest] = value
+
+
+def load_experiment(
+    path: Path, sets: Sequence[str] = (), known_variants: bool = True, smoke: bool = False
+) -> Experiment:
     """Reads and checks an experiment; every cell is resolved once, so that nothing fails later.
 
     Raises ValueError naming file, field, value and remedy. Plugins must have been imported before, or
-    ``known_variants`` be False (status and report run no code of others).
+    ``known_variants`` be False (status and report run no code of others). ``smoke``: with the values of [smoke].
     """
-    tables = read_toml(path, sets)
+    tables = read_tables(path, sets, smoke)
     command = read_command(tables, path)
     if unknown := [key for key in tables if not command and key not in TOP_LEVEL]:
         raise ValueError("\n".join(f"{path}: {unknown_field(key, tables[key], TOP_LEVEL)}" for key in unknown))
@@ -68,7 +126,7 @@ def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool =
     if len({point.name.lower() for point in points}) < len(points):
         raise ValueError(f"{path}: points: two have the same name")
     written = _table(tables, "arms", path)
-    if strange := [arm for arm in written if arm not in _table(read_toml(path), "arms", path)]:
+    if strange := [arm for arm in written if arm not in _table(read_tables(path, smoke=smoke), "arms", path)]:
         known = ", ".join(arm for arm in written if arm not in strange) or "none"
         raise ValueError(f"--set arms.{strange[0]}: no such arm in {path}; arms: {known}")
     crossing = _crossing(tables, points, path, command)
@@ -107,7 +165,7 @@ def load_experiment(path: Path, sets: Sequence[str] = (), known_variants: bool =
     experiment = Experiment(
         name, seeds, baseline, primary, controls,
         {section: _table(tables, section, path) for section in SECTIONS},
-        points, arms, tuple(cast(list[str], plugins)), path, _with_sets(path.read_text(encoding="utf-8"), sets),
+        points, arms, tuple(cast(list[str], plugins)), path, _with_sets(path.read_text(encoding="utf-8"), sets, smoke),
         crossing.factors, crossing.levels, build(EqualTime, _table(tables, "equal_time", path), f"{path}: equal_time"),
         command=command, metric=command.metric_of(primary.metric) if command else Metric(),
         downstream=None if command else read_downstream(tables, path),
@@ -200,9 +258,9 @@ def _check_sizes(run: RunConfig, where: str, null: bool) -> None:
         )
 
 
-def _with_sets(text: str, sets: Sequence[str]) -> str:
+def _with_sets(text: str, sets: Sequence[str], smoke: bool) -> str:
     """The file's text, and what the command line set on top of it as comments."""
-    return text + "".join(f"\n# with --set {assignment!r}" for assignment in sets)
+    return text + ("\n# with --smoke" if smoke else "") + "".join(f"\n# with --set {one!r}" for one in sets)
 
 
 def check_name(name: Any, where: str) -> str:

@@ -21,12 +21,15 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from torch import Tensor
 
 from ..eval import ItemScore
 from ..files import explain_disk, write_atomic
+from ..train.checkpoint import save_tensors
 from .design import Cell, Experiment
 
 STATES = ("waiting", "running", "finished", "diverged", "failed")
+LONGEST_ROW = 65_536  # bytes
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,16 @@ class RunFolder:
             rows = read_parquet(table).to_pylist() if table.is_file() else []
         return [{key: value for key, value in row.items() if value is not None} for row in rows]
 
+    def latest(self) -> dict[str, Any]:
+        """The newest whole row of the live log, read from its end; {} where there is none."""
+        try:
+            with (self.path / "metrics.jsonl").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_ROW))
+                lines = file.read().split(b"\n")[:-1]  # what follows the last line feed is half written
+        except FileNotFoundError:
+            return {}
+        return json.loads(lines[-1]) if lines else {}
+
     def cut_metrics(self, step: int) -> None:
         """Makes the live log hold the rows before ``step`` alone: where a resumed run continues.
 
@@ -133,6 +146,14 @@ class RunFolder:
         write_rows(self.path / "metrics.parquet", self.metrics())
         (self.path / "metrics.jsonl").unlink(missing_ok=True)
 
+    def log(self) -> MetricsLog:
+        """The live log, open."""
+        return MetricsLog(self.path / "metrics.jsonl")
+
+    def write_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """The weights after the last step."""
+        save_tensors(tensors, self.path / "model.safetensors")
+
     def write_scores(self, scores: Sequence[ItemScore]) -> None:
         """One row an item: task, item, value, weight."""
         rows = [{"task": s.task, "item": s.item, "value": s.value, "weight": s.weight} for s in scores]
@@ -147,6 +168,29 @@ class RunFolder:
         if lacking := {"item", "value", "weight"} - set(table.column_names):
             raise self._incomplete(path.name, f"no column {min(lacking)!r}")
         return {row["item"]: (row["value"], row["weight"]) for row in table.to_pylist()}
+
+
+def found_on(fingerprint: Mapping[str, Any]) -> str:
+    """The device and the machine that a run computes on, in words; "" where it has not begun."""
+    device = fingerprint.get("environment", {}).get("device", "")
+    return f"{device}, machine {fingerprint.get('machine', '?')}" if device else ""
+
+
+class Follower(RunFolder):
+    """A run's folder as all but the first of its processes see it: they read there and write nothing."""
+
+    def write(self, name: str, content: Mapping[str, Any]) -> None: ...
+
+    def cut_metrics(self, step: int) -> None: ...
+
+    def finish_metrics(self) -> None: ...
+
+    def write_weights(self, tensors: Mapping[str, Tensor]) -> None: ...
+
+    def write_scores(self, scores: Sequence[ItemScore]) -> None: ...
+
+    def log(self) -> MetricsLog:
+        return _Unwritten()
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -200,3 +244,15 @@ class MetricsLog:
 
     def close(self) -> None:
         self.file.close()
+
+
+class _Unwritten(MetricsLog):
+    """The log of a process that writes none."""
+
+    def __init__(self) -> None: ...
+
+    def write(self, row: Mapping[str, Any]) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...

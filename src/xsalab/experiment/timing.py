@@ -71,7 +71,8 @@ def measure_costs(
     costs: list[dict[str, Any]] = []
     times_by_point: dict[str, Any] = {}
     arms = [experiment.baseline, *(arm for arm in tested_arms(experiment) if arm != experiment.baseline)]
-    total = ROUNDS * len(experiment.points)
+    rounds = experiment.controls.rounds or ROUNDS
+    total = rounds * len(experiment.points)
     threads = torch.get_num_threads()
     record: dict[str, Any] = {}
     for index, point in enumerate(experiment.points):
@@ -84,8 +85,8 @@ def measure_costs(
         states = {arm: build_state(config) for arm, config in configs.items()}
         saved = {arm: saved_bytes(state, batch_of(0), base.train.micro_rows) for arm, state in states.items()}
         times = interleaved_step_times(
-            states, batch_of, rounds=ROUNDS, micro_rows=base.train.micro_rows,
-            tick=lambda done, _, index=index: tick(index * ROUNDS + done, total),
+            states, batch_of, rounds=rounds, warmup=min(2, rounds), micro_rows=base.train.micro_rows,
+            tick=lambda done, _, index=index: tick(index * rounds + done, total),
         )  # fmt: skip
         for arm in configs:
             if arm == experiment.baseline:
@@ -107,7 +108,7 @@ def measure_costs(
         record = environment(base.train, compute_dtype(base), states[experiment.baseline].token_nats is not None)
     torch.set_num_threads(threads)
     content = {
-        "key": _key(experiment), "rounds": ROUNDS, "others": others, "busy": others is not None and others > BUSY,
+        "key": _key(experiment), "rounds": rounds, "others": others, "busy": others is not None and others > BUSY,
         "costs": costs, "points": times_by_point, "environment": record,
     }  # fmt: skip
     write_atomic(store.folder / "timing.json", json.dumps(content, indent=1))

@@ -17,7 +17,7 @@ Two dimensions do not make a matrix: embeddings and the head look the same and f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,13 +168,18 @@ def effective_rates(
     return Rates(lr, config.weight_decay * by_batch * to_reference)
 
 
-def assign_groups(model: nn.Module) -> dict[str, str]:
+def named_parameters(model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A model's parameters by name."""
+    return dict(model.named_parameters()) if isinstance(model, nn.Module) else model
+
+
+def assign_groups(model: nn.Module | Mapping[str, Tensor]) -> dict[str, str]:
     """Parameter name -> group, for every parameter exactly once.
 
     Raises ValueError naming a parameter that no rule claims, or that is no matrix and would reach Muon.
     """
     groups: dict[str, str] = {}
-    for name, parameter in model.named_parameters():
+    for name, parameter in named_parameters(model).items():
         if ".variant." in name:
             group = "variant"
         elif name.startswith("blocks."):
@@ -200,9 +205,16 @@ class Hybrid(torch.optim.Optimizer):
     in float32 whatever the parameter's dtype.
     """
 
-    def __init__(self, model: nn.Module, config: OptimConfig, rates: Rates, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Tensor],
+        config: OptimConfig,
+        rates: Rates,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """model: or its parameters by name; slices of them where a run is divided among processes."""
         assignment = assign_groups(model)
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
+        self.names = {parameter: name for name, parameter in named_parameters(model).items()}
         self.config, self.dtype = config, dtype
         groups: list[dict[str, Any]] = []
         for role in GROUPS:
@@ -243,10 +255,11 @@ class Hybrid(torch.optim.Optimizer):
                 group["weight_decay"] = group["base_weight_decay"] * schedule.weight_decay(step)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # pyright: ignore
-        """One update from the gradients that are there."""
+    def step(self, closure: None = None, *, only: Iterable[Tensor] | None = None) -> None:  # pyright: ignore
+        """One update from the gradients that are there, of all parameters or ``only`` these."""
+        wanted = None if only is None else set(only)
         for group in self.param_groups:
-            members = [parameter for parameter in group["params"] if parameter.grad is not None]
+            members = [p for p in group["params"] if p.grad is not None and (wanted is None or p in wanted)]
             if not members:
                 continue
             if group["algorithm"] == "adamw":

@@ -2,6 +2,11 @@
 
 A set is written into a temporary folder, flushed to disk and renamed; its ``state.json`` lists every file
 with its SHA-256. A set that is incomplete or damaged is passed over, with a warning, for the one before.
+
+    model.safetensors, optimizer.safetensors            of one process
+    model-00001-of-00004.safetensors, …                 of four: each writes the parameters that it owns
+
+Every tensor is whole and in one file, under its own name, so that any number of processes reads what any number wrote.
 """
 
 from __future__ import annotations
@@ -13,11 +18,12 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -55,61 +61,129 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path}: not a safetensors file, or damaged ({error})") from None
 
 
+class TensorFiles(Mapping[str, Tensor]):
+    """The tensors of several safetensors files by name, each read when it is asked for."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        """Raises ValueError naming a file that is none."""
+        self._file: dict[str, Any] = {}
+        self.where = ""
+        for path in paths:
+            self.where = self.where or str(path)
+            try:
+                file = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{path}: not a safetensors file, or damaged ({error})") from None
+            self._file.update(dict.fromkeys(file.keys(), file))
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._file[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file)
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Without reading it."""
+        return tuple(self._file[name].get_slice(name).get_shape())
+
+
 def model_tensors(state: TrainState) -> dict[str, Tensor]:
-    """Weights and variant buffers by name."""
-    return dict(state.model.state_dict())
+    """Weights and variant buffers by name; every process of the run must ask, and the first has them."""
+    return state.division.whole_weights()
 
 
 def save_checkpoint(folder: Path, state: TrainState, notes: Mapping[str, Any]) -> Path:
-    """Writes ``folder/step-N`` and removes all but the newest two sets."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes ``folder/step-N`` and removes all but the newest two sets. Every process of the run calls it.
+
+    What one of them cannot write none keeps: its error is raised there, Elsewhere in the others.
+    """
+    ranks, division = state.ranks, state.division
     final = folder / f"step-{state.step:09d}"
-    temporary = folder / f".{final.name}.{os.getpid()}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
-    try:
-        save_tensors(model_tensors(state), temporary / "model.safetensors")
-        save_tensors(state.optimizer.named_state(), temporary / "optimizer.safetensors")
-        files = {path.name: _sha256(path) for path in sorted(temporary.iterdir())}
+    temporary = Path(ranks.lead(lambda: str(_make_temporary(folder, final))))
+    part = f"-{ranks.rank + 1:05d}-of-{ranks.world:05d}" if ranks.world > 1 else ""
+    weights, moments = division.own_weights(), division.own_state(state.optimizer)
+
+    def write() -> dict[str, str]:
+        paths = [temporary / f"{name}{part}.safetensors" for name in ("model", "optimizer")]
+        for path, tensors in zip(paths, (weights, moments), strict=True):
+            save_tensors(tensors, path)
+        return {path.name: _sha256(path) for path in paths}
+
+    def finish(files: dict[str, str]) -> None:
         content = {"step": state.step, "files": files, **notes}
         write_atomic(temporary / "state.json", json.dumps(content, indent=1))
         shutil.rmtree(final, ignore_errors=True)
         os.replace(temporary, final)
         _flush(folder)
+
+    try:
+        files = {name: sha for written in ranks.each(write) for name, sha in written.items()}
+        ranks.lead(lambda: finish(files))
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    # A damaged set of a later step is no reason to drop a good one, and stays until its step comes again.
-    for old in [path for path in _sets(folder) if _step(path) <= state.step][:-KEEP]:
-        shutil.rmtree(old)
+        if ranks.first:
+            shutil.rmtree(temporary, ignore_errors=True)
+    if ranks.first:
+        # A damaged set of a later step is no reason to drop a good one, and stays until its step comes again.
+        for old in [path for path in _sets(folder) if _step(path) <= state.step][:-KEEP]:
+            shutil.rmtree(old)
     return final
 
 
+def _make_temporary(folder: Path, final: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f".{final.name}.{os.getpid()}.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+    except OSError as error:
+        raise explain_disk(error, folder, 0) from error
+    return temporary
+
+
 def load_checkpoint(folder: Path, state: TrainState) -> dict[str, Any] | None:
-    """Puts the newest complete set into ``state`` and returns its notes; None where there is none."""
+    """Puts the newest complete set into ``state`` and returns its notes; None where there is none.
+
+    Every process of the run calls it; their number need not be that which wrote the set.
+    """
+    newest = state.ranks.lead(lambda: _newest(folder))
+    if newest is None:
+        return None
+    path = folder / newest
+    notes = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    load_model([path / name for name in notes["files"] if name.startswith("model")], state)
+    moments = TensorFiles(path / name for name in notes["files"] if name.startswith("optimizer"))
+    state.division.load_state(state.optimizer, moments)
+    state.step = notes["step"]
+    return notes
+
+
+def _newest(folder: Path) -> str | None:
+    """The newest complete set's name, after what killed saves left is gone."""
     for path in folder.glob(".*.tmp") if folder.is_dir() else ():
-        shutil.rmtree(path, ignore_errors=True)  # a save that was killed
+        shutil.rmtree(path, ignore_errors=True)
     for path in reversed(_sets(folder)):
         fault = _fault(path)
-        if fault:
-            warnings.warn(f"{path}: {fault}; the checkpoint before it is used", stacklevel=2)
-            continue
-        notes = json.loads((path / "state.json").read_text(encoding="utf-8"))
-        load_model(path / "model.safetensors", state)
-        state.optimizer.load_named_state(load_tensors(path / "optimizer.safetensors"))
-        state.step = notes["step"]
-        return notes
+        if not fault:
+            return path.name
+        warnings.warn(f"{path}: {fault}; the checkpoint before it is used", stacklevel=4)
     return None
 
 
-def load_model(path: Path, state: TrainState) -> None:
+def load_model(paths: Path | Sequence[Path], state: TrainState) -> None:
     """Copies weights into the model, converted to its dtypes. ValueError naming what does not fit."""
-    own, found = state.model.state_dict(), load_tensors(path)
-    if missing := sorted(own.keys() ^ found.keys()):
-        raise ValueError(f"{path}: parameters differ from the model's: {', '.join(missing[:5])}")
-    for name, tensor in own.items():
-        if tensor.shape != found[name].shape:
-            raise ValueError(f"{path}: {name} is {tuple(found[name].shape)}, the model's {tuple(tensor.shape)}")
-        tensor.copy_(found[name])
+    files = TensorFiles([paths] if isinstance(paths, Path) else paths)
+    own = state.division.shapes()
+    if missing := sorted(own.keys() ^ files.keys()):
+        raise ValueError(f"{files.where}: parameters differ from the model's: {', '.join(missing[:5])}")
+    for name, shape in own.items():
+        if shape != files.shape(name):
+            raise ValueError(f"{files.where}: {name} is {files.shape(name)}, the model's {shape}")
+    with torch.no_grad():
+        for name in own:
+            state.division.load_weight(name, files[name])
 
 
 def _sets(folder: Path) -> list[Path]:
@@ -134,7 +208,8 @@ def _fault(path: Path) -> str:
             return f"{name} is missing"
         if _sha256(path / name) != expected:
             return f"{name} is damaged"
-    return "" if {"model.safetensors", "optimizer.safetensors"} <= set(files) else "a file is not listed"
+    kinds = {name.partition("-")[0].removesuffix(".safetensors") for name in files}
+    return "" if {"model", "optimizer"} <= kinds else "a file is not listed"
 
 
 def _sha256(path: Path) -> str:

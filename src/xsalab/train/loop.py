@@ -17,6 +17,8 @@ from ..config import config
 from ..data import Batch
 from ..model import GPT
 from ..optim import Hybrid, Schedule
+from .distributed import Alone
+from .ranks import Ranks
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -27,7 +29,7 @@ class TrainConfig:
 
     tokens: int = 524_288
     batch_tokens: int = 8_192
-    micro_rows: int = 0  # rows a forward pass; 0: the whole batch at once
+    micro_rows: int = 0  # rows a forward pass of a process; 0: its whole share of the batch at once
     dtype: str = "auto"  # "float32", "bfloat16"; auto: bfloat16 where the processor has units for it
     device: str = "cpu"  # "cpu" or "cuda"
     threads: int = 1  # a run; runs are carried out side by side
@@ -35,9 +37,11 @@ class TrainConfig:
     attention: str = "auto"  # kernel: "auto", "sdpa", "blocked" (short windows in long contexts), "explicit"
     permute_rows: bool = False  # another order of the rows inside every batch: the null control
     checkpoint_steps: int = 50
+    processes: int = 1  # that share each batch, each with a device (or ``threads``) of its own
+    shard: bool = False  # FSDP2: each process keeps a slice of the model instead of the whole
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "batch_tokens", "threads", "checkpoint_steps"):
+        for name in ("tokens", "batch_tokens", "threads", "checkpoint_steps", "processes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
         legal = {
@@ -70,6 +74,14 @@ class TrainConfig:
             raise ValueError(
                 f"train.micro_rows = {self.micro_rows} does not divide the {rows} rows of a batch: use one of {legal}"
             )
+        if rows % self.processes:
+            fewer = max(n for n in range(1, self.processes) if rows % n == 0)
+            more = min((n for n in range(self.processes + 1, rows + 1) if rows % n == 0), default=0)
+            up = -(-rows // self.processes) * self.processes * context
+            raise ValueError(
+                f"{self.processes} processes do not divide the {rows} rows of a batch: use {fewer}"
+                f"{f' or {more}' if more else ''} processes, or train.batch_tokens = {up}"
+            )
         return rows
 
 
@@ -90,6 +102,15 @@ class TrainState:
     step: int = 0
     token_nats: Callable[..., torch.Tensor] | None = None  # compiled form of model.token_nats
     schedules_ended: bool = False  # fine-tuning: a variant's own schedule stays at its end
+    division: Alone = None  # pyright: ignore  # of a step among processes; none: this one does it all
+
+    def __post_init__(self) -> None:
+        self.division = self.division or Alone(self.model)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train this model together."""
+        return self.division.ranks
 
     def tell_variants(self, steps: int) -> None:
         """Tells the variants how much of a run of ``steps`` is done, for their schedules."""
@@ -138,33 +159,34 @@ def micro_batches(
 def train_step(
     state: TrainState, batch: Batch, schedule: Schedule, *, micro_rows: int = 0, clip: float = 0.0
 ) -> StepMetrics:
-    """Forward, backward and one update on a global batch.
+    """Forward, backward and one update on a global batch, or on this process's share of it.
 
     The loss of every micro-batch is its sum of nats over the count of targets in the whole batch, so that
     accumulation gives the gradient of the mean over all tokens however they are split. Where the loss or
     the gradient is not finite the weights stay as they were.
     """
     begin = time.perf_counter()
-    model, optimizer, device = state.model, state.optimizer, state.model.head.weight.device
+    model, optimizer, division = state.model, state.optimizer, state.division
+    device = model.head.weight.device
     state.tell_variants(schedule.steps)
     optimizer.set_step(schedule, state.step)
-    optimizer.zero_grad(set_to_none=True)
-    counted = int((batch.targets >= 0).sum())
+    model.zero_grad(set_to_none=True)
+    counted = division.counted(batch.targets)
     token_nats = state.token_nats or model.token_nats
     total = torch.zeros((), dtype=torch.float64, device=device)
     inputs, targets = (_sent(tokens, device) for tokens in (batch.inputs, batch.targets))
-    for some_inputs, some_targets in micro_batches(inputs, targets, micro_rows):
+    pieces = list(micro_batches(inputs, targets, micro_rows))
+    for number, (some_inputs, some_targets) in enumerate(pieces, 1):
         nats = token_nats(some_inputs, some_targets).sum()
-        (nats / counted).backward()
+        division.backward(nats / counted, last=number == len(pieces))
         total += nats.detach()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    # one wait for the device, not two
-    loss, norm = torch.stack((total / counted, global_norm(gradients).double())).tolist()
+    loss, norm = division.reduce(total / counted)
     if clip and norm > clip and math.isfinite(norm):
-        torch._foreach_mul_(gradients, clip / norm)
-    metrics = StepMetrics(state.step, loss, norm, schedule.lr(state.step), batch.inputs.numel(), 0.0, 0.0)
+        division.scale(clip / norm)
+    tokens = batch.inputs.numel() * state.ranks.world
+    metrics = StepMetrics(state.step, loss, norm, schedule.lr(state.step), tokens, 0.0, 0.0)
     if metrics.finite:
-        optimizer.step()
+        division.step(optimizer)
         state.step += 1
     seconds = time.perf_counter() - begin
     return replace(metrics, seconds=seconds)
@@ -173,13 +195,6 @@ def train_step(
 def _sent(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A batch on the device; to a GPU without waiting for the copy."""
     return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens.to(device)
-
-
-def global_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm over all of them, () in float32; 0 where there are none."""
-    if not gradients:
-        return torch.zeros(())
-    return torch.stack(torch._foreach_norm(gradients, dtype=torch.float32)).norm()
 
 
 class Diverged(ArithmeticError):
