@@ -33,7 +33,7 @@ def main() -> None:
     config = resolve(experiment, Cell(experiment.points[0].name, experiment.baseline, experiment.seeds[0]))
     torch.set_num_threads(config.train.threads)
     with tempfile.TemporaryDirectory() as home:
-        _, corpora = begin_experiment(experiment, Path(home))
+        _, corpora = begin_experiment(experiment, Path(home), all_shards=True)
         rows = corpora[0].rows(config.model.context)
         batch_of = batches(config, rows)
         loading = []

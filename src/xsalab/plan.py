@@ -1,8 +1,10 @@
 """THE PLAN: what an experiment will cost and what it can see, before anything is spent.
 
 Nothing is trained to its end, nothing is written, and no plugin is imported: an arm with a variant from a file of the
-user's own is reckoned as the baseline. Operations are exact for the model (``derived``; forward and backward). Time is
-an estimate that names its source. The smallest effect is that of a t test over the planned seeds with 80 % power.
+user's own is reckoned as the baseline. Operations are exact for the model (``derived``; forward and backward), memory
+is counted on the model's own step (plan_memory.py). Time is an estimate that names its source; of runs on GPUs there
+is a table by type of device (plan_devices.py). The smallest effect is that of a t test over the planned seeds with 80 %
+power.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .data import Batch
+from .data.sources import climbmix_numbers
 from .eval.throughput import busy_share, interleaved_step_times
 from .experiment.building import build_state, derived
 from .experiment.design import Cell, Experiment, RunConfig, combinations, contrasts, expand, resolve
@@ -33,6 +36,8 @@ from .experiment.timing import BUSY, measured_costs
 from .experiment.workers import default_jobs
 from .model import ModelConfig, VariantChoice
 from .model.variant import VARIANTS
+from .plan_devices import DEVICES, ROOM, SHARE, device_of, on_devices
+from .plan_memory import Memory, memory_of, rows_that_fit
 from .stats import mean_difference, minimum_detectable, sd_interval
 from .stats.decide import MANY_SEEDS
 from .stats.looks import look_levels
@@ -42,7 +47,8 @@ from .train.checkpoint import KEEP
 POWER = 0.8
 SECONDS = 10.0  # for all measured steps together
 SMALL = ModelConfig(depth=2, width=128, heads=2, context=256, vocab_size=1024)  # tells the machine's speed at once
-WEIGHT_BYTES, STATE_BYTES = 4, 12  # of a parameter at most: as stored; with AdamW's mean and square in a checkpoint
+# A ClimbMix shard: bytes to download, and tokens in it; 250 million characters by nanochat's speedrun.sh, 4.5 a token.
+SHARD_BYTES, SHARD_TOKENS = 1e8, 250e6 / 4.5
 FACTS = ("steps", "tokens", "parameters", "flops_per_token", "flops")
 Key = tuple[str, str]  # point, arm
 
@@ -55,6 +61,7 @@ class Kind:
     cells: tuple[Cell, ...]
     config: RunConfig | None
     facts: Mapping[str, Any]
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True)
@@ -115,13 +122,21 @@ class Spread:
 
 
 def plan(
-    experiment: Experiment, store: RunStore, *, effect: str = "", sd: str = "", measure: bool = True
+    experiment: Experiment,
+    store: RunStore,
+    *,
+    effect: str = "",
+    sd: str = "",
+    measure: bool = True,
+    prices: Mapping[str, float] | None = None,
+    gpus: int = 8,
 ) -> dict[str, Any]:
     """Everything that the plan says, JSON-ready.
 
     experiment: as ``as_run`` gives it, its plugins not imported. effect: the difference that is worth finding, by
     default the declared margin; sd: a stated standard deviation of the paired differences; both as ``Amount`` reads
-    them. measure: whether steps may be timed where nothing stored tells the time.
+    them. measure: whether steps may be timed where nothing stored tells the time. prices: device -> dollars an hour;
+    gpus: how many there are for the hours of the table by type of device.
     Raises ValueError for amounts that are no positive numbers, and where runs in OUT are of another configuration.
     """
     notes: list[str] = []
@@ -153,6 +168,7 @@ def plan(
                 "runs": len(kind.cells), "finished": sum(cell in ended for cell in kind.cells), **kind.facts,
                 "seconds": clocks[kind.key].seconds if clocks else None,
                 "extended": clocks[kind.key].extended if clocks else None,
+                "memory": {**vars(kind.memory), "peak": kind.memory.peak} if kind.memory else None,
             }
             for kind in kinds
         ],
@@ -163,7 +179,8 @@ def plan(
         "flops": sum(len(kind.cells) * kind.facts["flops"] for kind in kinds) if ours else None,
         "flops_pending": sum(kind.facts["flops"] for kind in pending) if ours else None,
         "time": {"source": source, "jobs": jobs, "wall_seconds": max([sum(left) / jobs, *left]) if clocks else None},
-        "disk": _disk(pending, jobs) if ours else None,
+        "devices": _devices(experiment, store, kinds, pending, prices or {}, gpus, notes) if device == "cuda" else [],
+        "disk": _disk(experiment, pending, jobs) if ours else None,
         "power": power,
         "notes": notes,
     }  # fmt: skip
@@ -189,18 +206,96 @@ def _kinds(experiment: Experiment, notes: list[str]) -> list[Kind]:
         tokens = config.train.steps * config.train.batch_tokens
         flops = float(numbers["flops_per_token"])
         facts = (config.train.steps, tokens, numbers["parameters"]["total"], flops, flops * tokens)
-        found.append(Kind(key, tuple(of), config, dict(zip(FACTS, facts, strict=True))))
+        found.append(Kind(key, tuple(of), config, dict(zip(FACTS, facts, strict=True)), memory_of(config)))
     notes[:] = dict.fromkeys(notes)  # of several points the same
     return found
 
 
-def _disk(pending: Sequence[Kind], jobs: int) -> dict[str, int]:
-    """Bytes still to be written, at most: weights that stay, and checkpoints of the runs that live at one time."""
-    parameters = [kind.facts["parameters"] for kind in pending]
+def _disk(experiment: Experiment, pending: Sequence[Kind], jobs: int) -> dict[str, int]:
+    """Bytes still to be written, at most: weights that stay, checkpoints of the runs that live at one time, and of
+    ClimbMix what is downloaded and prepared.
+    """
+    sizes = [kind.memory for kind in pending if kind.memory]
+    times = 2 if experiment.downstream and experiment.downstream.sft else 1  # the fine-tuned model besides
     alive = (KEEP + 1) * min(jobs, len(pending))  # the kept ones, and one that is being written
+    # of sharded and divided runs the whole is written
+    whole = [
+        kind.config.train.processes * memory.state for kind, memory in zip(pending, sizes, strict=True) if kind.config
+    ]
     return {
-        "weights": WEIGHT_BYTES * sum(parameters), "checkpoints": STATE_BYTES * max(parameters, default=0) * alive
+        "weights": times * sum(_weight_bytes(kind) for kind in pending),
+        "checkpoints": max((_weight_bytes(kind) + state for kind, state in zip(pending, whole, strict=True)), default=0)
+        * alive,
+        **_corpora(pending),
     }  # fmt: skip
+
+
+def _weight_bytes(kind: Kind) -> int:
+    """As stored: masters in float32, the tables in the compute dtype."""
+    assert kind.config is not None, "only our own engine's weights are known"
+    numbers = derived(kind.config)
+    counts = numbers["parameters"]
+    tables = counts["embedding"] + counts["value_embeddings"]
+    return 4 * (counts["total"] - tables) + (2 if numbers["dtype"] == "bfloat16" else 4) * tables
+
+
+def _corpora(pending: Sequence[Kind]) -> dict[str, int]:
+    """Of ClimbMix's shards, training and validation; 0 where the text is another."""
+    shards, prepared = 0.0, 0.0
+    for source, windowed in {(k.config.data.source, k.config.data.window > 0) for k in pending if k.config}:
+        if source.startswith("climbmix:"):
+            count = len(climbmix_numbers(source)) + 1
+            shards = max(shards, count)  # of several sources the smaller is a part of the larger
+            prepared += count * SHARD_TOKENS * 2 * (1 if windowed else 2)  # 2 bytes a token; whole texts and rows
+    return {"downloads": round(shards * SHARD_BYTES), "corpora": round(prepared)}
+
+
+# GPUs
+
+
+def _devices(
+    experiment: Experiment,
+    store: RunStore,
+    kinds: Sequence[Kind],
+    pending: Sequence[Kind],
+    prices: Mapping[str, float],
+    gpus: int,
+    notes: list[str],
+) -> list[dict[str, Any]]:
+    """Rows a pass, hours and cost of what is left, by type of device."""
+    fits: dict[str, dict[str, int]] = {device.name: {} for device in DEVICES}
+    for device in DEVICES:
+        for kind in kinds:
+            assert kind.config is not None, "our own engine"
+            rows = rows_that_fit(kind.config, ROOM * device.gigabytes * 1e9)
+            fits[device.name][kind.key[0]] = min(rows, fits[device.name].get(kind.key[0], rows))
+    work = [(kind.facts["flops"], kind.config.train.processes) for kind in pending if kind.config]
+    shares = _measured_shares(experiment, store, kinds)
+    if len(shares) < len(DEVICES):
+        notes.append(f"GPU hours: operations at {100 * SHARE:.0f} % of the peak, assumed; no evaluation, no benchmarks")
+    if any(device.price and device.name not in prices for device in DEVICES):
+        notes.append("the price of an H100, 3 dollars an hour, is nanochat's; state yours: --price H100=2.5")
+    return on_devices(work, fits, shares, prices, gpus)
+
+
+def _measured_shares(experiment: Experiment, store: RunStore, kinds: Sequence[Kind]) -> dict[str, float]:
+    """Device -> share of its peak that training reached: in finished runs, else in the timing of this experiment."""
+    reached: dict[str, list[float]] = {}
+    for kind in kinds:
+        for run in map(store.run, kind.cells):
+            if run.state == "finished" and kind.config and kind.config.train.device == "cuda":
+                device = device_of(run.fingerprint()["environment"]["device"])
+                if device:
+                    rate = kind.facts["flops"] / run.status["seconds"]["training"] / kind.config.train.processes
+                    reached.setdefault(device.name, []).append(rate / device.teraflops / 1e12)
+    costs = measured_costs(experiment, store)
+    device = device_of(costs["environment"]["device"]) if costs else None
+    if device and device.name not in reached:
+        for kind in kinds:
+            if times := costs["points"][kind.key[0]]["seconds"].get(kind.key[1]):
+                rate = kind.facts["flops"] / kind.facts["steps"] / median(times)
+                reached.setdefault(device.name, []).append(rate / device.teraflops / 1e12)
+    return {name: fmean(shares) for name, shares in reached.items()}
 
 
 # Time
@@ -383,6 +478,9 @@ def print_plan(content: Mapping[str, Any], console: Console) -> None:
         runs.add_row(row["point"], row["arm"], str(row["runs"]), *numbers, clock)
     console.print(runs)
     console.print()
+    if content["devices"]:
+        console.print(_device_table(content["devices"]))
+        console.print()
     facts = Table.grid(padding=(0, 2))
     for name, text in _lines(content):
         facts.add_row(name, Text(text))
@@ -415,9 +513,14 @@ def _lines(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if any(row["extended"] for row in content["rows"]):
             by = "operations" if disk else "the mean of other runs"
             yield "", f"~: no time of its own, an extrapolation by {by}"
+    peaks = [row["memory"]["peak"] for row in content["rows"] if row["memory"]]
+    if peaks and not content["devices"]:
+        yield "memory", f"{_size(max(peaks))} of a run at its peak, {clock['jobs']} side by side; the process besides"
     if disk:
-        stay, live = disk["weights"] / 1e6, disk["checkpoints"] / 1e6
-        yield "disk", f"up to {stay:,.1f} MB of weights to write, and {live:,.1f} MB of checkpoints while runs live"
+        stay, live = disk["weights"], disk["checkpoints"]
+        yield "disk", f"up to {_size(stay)} of weights to write, and {_size(live)} of checkpoints while runs live"
+        if disk["corpora"]:
+            yield "", f"about {_size(disk['downloads'])} to download and {_size(disk['corpora'])} of prepared text"
     for text in content["notes"]:
         yield "note", text
     if power["seeds"] < LEAST_SEEDS:
@@ -430,6 +533,27 @@ def _lines(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "to", "from the ends of the sd's own 95 % interval"
     else:
         yield "seeds", "how much the differences vary between seeds is not known: run 3 seeds, or state --sd"
+
+
+def _device_table(devices: Sequence[Mapping[str, Any]]) -> Table:
+    points = list(devices[0]["rows"])
+    heads = ["rows a pass"] if len(points) == 1 else [f"rows {point}" for point in points]
+    table = _table(["device"], ["GB", "TFLOP/s", "share", *heads, "GPU hours", f"on {devices[0]['gpus']}", "dollars"])
+    for row in devices:
+        share = f"{100 * row['share']:.0f} %" + ("" if row["measured"] else "?")
+        rows = [str(row["rows"][point] or "none") for point in points]
+        wall = "-" if row["wall_hours"] is None else f"{row['wall_hours']:,.1f} h"
+        cost = "-" if row["cost"] is None else f"{row['cost']:,.0f}"
+        table.add_row(
+            row["device"], f"{row['gigabytes']:g}", f"{row['teraflops']:,.0f}", share, *rows,
+            f"{row['device_hours']:,.1f}", wall, cost,
+        )  # fmt: skip
+    return table
+
+
+def _size(count: float) -> str:
+    """ "3.2 MB", "1.9 GB" """
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
 
 
 def _power_table(power: Mapping[str, Any]) -> Table:

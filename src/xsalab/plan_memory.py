@@ -1,12 +1,12 @@
 """MEMORY OF A RUN, before it is started: the model's own step on tensors without contents, every storage counted.
 
-torch's fake tensors have shapes and storages and no numbers. Two steps of the real model and optimizer run on them:
-forward, backward, the update. What is alive at a time is summed as storages come and go; the peak is the largest sum.
-Not in it: the process itself (Python, PyTorch, a CUDA context, compiled code), buffers inside a kernel, what an
+Tensors of torch's device "meta" have shapes and storages and no numbers. A step of the real model and optimizer runs on
+them: forward, backward, the update. What is alive at a time is summed as storages come and go; the peak is the largest
+sum. Not in it: the process itself (Python, PyTorch, a CUDA context, compiled code), buffers inside a kernel, what an
 allocator keeps beside it, the batches.
 
-The path counted is PyTorch's without compilation: the C++ and Triton kernels and torch.compile keep less. On a GPU
-attention is counted as flash attention, whatever the window.
+The path counted is PyTorch's without compilation: the C++ and Triton kernels and torch.compile keep less. Attention
+keeps q, k, v, its output and a number a head and position, as flash attention does; on a GPU whatever the window.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .config import digest, dump
 from .experiment.building import compute_dtype, rates_of
 from .experiment.design import RunConfig
-from .model import GPT, head, native
+from .model import GPT, head
 from .optim import Hybrid
+from .optim.muon import STACK_ENTRIES
 from .train.loop import DTYPES
 
 aten = torch.ops.aten
-MANY = 4096  # tokens a pass from which the head's largest block is full
-_KNOWN: dict[str, Memory] = {}  # by what was counted: arms of equal models are counted once a process
+MANY = 4096  # tokens a pass from which the head's largest block is full, and what is kept is proportional to the rows
 
 
 @dataclass(frozen=True)
@@ -56,51 +57,59 @@ class Memory:
         return max(self.passes, self.update)
 
 
+_KNOWN: dict[str, Memory] = {}  # by what was counted: arms of equal models are counted once a process
+
+
 def memory_of(config: RunConfig, rows: int = 0) -> Memory:
     """Of one run on each of its devices; ``rows`` a pass, by default as configured.
 
     What a pass keeps is proportional to its rows, so many rows are reckoned from few.
     """
-    train = config.train
-    own = train.batch_rows(config.model.context) // train.processes  # of a batch, on one device
-    rows = rows or train.micro_rows or own
-    accumulates = rows < own
-    plain = dataclasses.replace(train, tokens=1, micro_rows=0, processes=1, shard=False, permute_rows=False)
-    optim = dataclasses.replace(config.optim, lr_scale=1.0)
-    plain_config = dataclasses.replace(config, seed=0, train=plain, optim=optim)
+    own = _rows_of_a_device(config)
+    rows = rows or config.train.micro_rows or own
+    return _divided(_at(config, rows, accumulates=rows < own), config.train.processes, config.train.shard)
+
+
+def rows_that_fit(config: RunConfig, limit: float) -> int:
+    """The most rows a pass whose peak stays within ``limit`` bytes, a divisor of a device's rows; 0 where none does."""
+    own, train = _rows_of_a_device(config), config.train
+    legal = [rows for rows in range(own, 0, -1) if own % rows == 0]
+    peaks = (_divided(_at(config, rows, accumulates=own > 1), train.processes, train.shard).peak for rows in legal)
+    return next((rows for rows, peak in zip(legal, peaks, strict=True) if peak <= limit), 0)
+
+
+def _rows_of_a_device(config: RunConfig) -> int:
+    return config.train.batch_rows(config.model.context) // config.train.processes
+
+
+def _at(config: RunConfig, rows: int, accumulates: bool) -> Memory:
+    """On one device alone. ``accumulates``: a pass finds the gradients of the passes before it."""
+    plain = dataclasses.replace(
+        config.train, tokens=1, batch_tokens=config.model.context, micro_rows=0, processes=1, shard=False,
+        permute_rows=False,
+    )  # fmt: skip
+    alike = dataclasses.replace(config, seed=0, train=plain, optim=dataclasses.replace(config.optim, lr_scale=1.0))
     few = max(1, MANY // config.model.context)
     if rows <= 2 * few:
-        return _divided(_known(plain_config, rows, accumulates), train.processes, train.shard)
-    one, two = (_known(plain_config, count, accumulates) for count in (few, 2 * few))
+        return _known(alike, rows, accumulates)
+    one, two = (_known(alike, count, accumulates) for count in (few, 2 * few))
     further = (rows - few) / few
     activations, passes = (
         round(getattr(one, name) + further * (getattr(two, name) - getattr(one, name)))
         for name in ("activations", "passes")
     )
-    whole = dataclasses.replace(one, rows=rows, activations=activations, passes=passes)
-    return _divided(whole, train.processes, train.shard)
-
-
-def rows_that_fit(config: RunConfig, limit: float) -> int:
-    """The most rows a pass whose peak stays within ``limit`` bytes, a divisor of a device's rows; 0 where none does."""
-    own = config.train.batch_rows(config.model.context) // config.train.processes
-    legal = [rows for rows in range(own, 0, -1) if own % rows == 0]
-    return next((rows for rows in legal if memory_of(config, rows).peak <= limit), 0)
+    return dataclasses.replace(one, rows=rows, activations=activations, passes=passes)
 
 
 def _divided(whole: Memory, processes: int, shard: bool) -> Memory:
-    """On one of several processes: the optimizer's state lies on the parameters' owners, sharded all three do."""
-    if processes == 1:
-        return whole
-    weights, gradients = (
-        (whole.weights // processes, whole.gradients // processes) if shard else (whole.weights, whole.gradients)
-    )
-    state = whole.state // processes
-    less = whole.weights - weights + whole.gradients - gradients + whole.state - state
-    return dataclasses.replace(
-        whole, weights=weights, gradients=gradients, state=state,
-        passes=whole.passes - less, update=whole.update - less,
-    )  # fmt: skip
+    """On one of several processes: the optimizer's state lies on the parameters' owners, sharded all three do.
+
+    What a sharded run gathers for the layer at work is not counted.
+    """
+    parts = {name: getattr(whole, name) for name in ("weights", "gradients", "state")}
+    own = {name: of // processes if shard or name == "state" else of for name, of in parts.items()}
+    less = sum(parts.values()) - sum(own.values())
+    return dataclasses.replace(whole, passes=whole.passes - less, update=whole.update - less, **own)
 
 
 def _known(config: RunConfig, rows: int, accumulates: bool) -> Memory:
@@ -111,43 +120,79 @@ def _known(config: RunConfig, rows: int, accumulates: bool) -> Memory:
 
 
 def _counted(config: RunConfig, rows: int, accumulates: bool) -> Memory:
-    dtype, context = DTYPES[compute_dtype(config)], config.model.context
-    on_gpu = config.train.device == "cuda"
-    shape = dataclasses.replace(config.model, window="L") if on_gpu else config.model
-    with _head_of(config.train.device), FakeTensorMode(), _Alive() as alive, native.plain():
-        model = GPT(shape, config.variant, dtype=dtype, kernel="sdpa" if on_gpu else config.train.attention)
-        optimizer = Hybrid(model, config.optim, rates_of(config), dtype)
+    dtype, device = DTYPES[compute_dtype(config)], config.train.device
+    kernel = config.train.attention
+    shape = config.model
+    if device == "cuda" and kernel == "auto":  # its kernels for windows keep what those without keep
+        kernel, shape = "sdpa", dataclasses.replace(shape, window="L")
+    rates = rates_of(config)
+    with _head_of(device), torch.device("meta"), _Attention(), _Alive() as alive:
+        model = GPT(shape, config.variant, dtype=dtype, kernel=kernel)
+        optimizer = Hybrid(model, config.optim, rates, dtype)
+        parameters = list(model.parameters())
         weights = alive.bytes
-        tokens, targets = (torch.zeros(rows, context, dtype=torch.int64) for _ in range(2))
-        activations = passes = update = 0
-        for _ in range(2):  # the first makes the optimizer's state
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        gradients = alive.bytes - weights
+        optimizer.step()
+        state = alive.bytes - weights - gradients
+        alive.peak = 0
+        optimizer.step(only=parameters if device == "cuda" else _one_stack(parameters))
+        update = alive.peak
+        if not accumulates:
             optimizer.zero_grad(set_to_none=True)
-            alive.peak = 0
-            for _ in range(2 if accumulates else 1):
-                before = alive.bytes
-                nats = model.token_nats(tokens, targets).sum()
-                activations = alive.bytes - before
-                nats.backward()
-                del nats
-            passes, alive.peak = alive.peak, 0
-            optimizer.step()
-            update = alive.peak
-        gradients = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
-        state = sum(t.nbytes for t in optimizer.named_state().values())
-    return Memory(rows, weights, gradients, state, activations, passes, update)
+        tokens, targets = torch.empty(2, rows, config.model.context, dtype=torch.int64).unbind()
+        before, alive.peak = alive.bytes, 0
+        nats = model.token_nats(tokens, targets).sum()
+        activations = alive.bytes - before
+        nats.backward()
+    return Memory(rows, weights, gradients, state, activations, alive.peak, update)
+
+
+def _one_stack(parameters: list[Tensor]) -> list[Tensor]:
+    """The matrices that Muon takes at one time on a CPU (``muon.stacks``), of every shape; all other parameters."""
+    left: dict[torch.Size, int] = {}
+    found = []
+    for parameter in parameters:
+        room = left.setdefault(parameter.shape, max(1, STACK_ENTRIES // parameter.numel()))
+        if room or parameter.dim() != 2:
+            found.append(parameter)
+            left[parameter.shape] = room - 1
+    return found
 
 
 @contextmanager
 def _head_of(device: str) -> Iterator[None]:
-    """The output head works in a device's blocks, although its tensors are said to lie on the CPU."""
-    kept = [(sizes, sizes["cpu"]) for sizes in (head.BLOCK_BYTES, head.CACHE_BYTES)]
+    """The output head works in the blocks of the device that is meant."""
+    sizes = (head.BLOCK_BYTES, head.CACHE_BYTES)
     try:
-        for sizes, _ in kept:
-            sizes["cpu"] = sizes[device]
+        for of in sizes:
+            of["meta"] = of[device]
         yield
     finally:
-        for sizes, before in kept:
-            sizes["cpu"] = before
+        for of in sizes:
+            of.pop("meta", None)
+
+
+class _Attention(TorchFunctionMode):
+    """In the place of torch's attention: on tensors without contents it would write out the scores."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _Flash.apply(*args[:3])
+        return func(*args, **(kwargs or {}))
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # pyright: ignore
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
 
 
 class _Alive(TorchDispatchMode):
@@ -161,28 +206,33 @@ class _Alive(TorchDispatchMode):
         self.bytes = self.peak = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and to tell the compiler so would import it: seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default:
             return True
+        if func is aten._fused_adamw_.default:  # all in place
+            return None
         if func is aten.nonzero.default:
-            found = torch.zeros(args[0].numel(), args[0].dim(), dtype=torch.int64)
+            found = args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
         elif func is aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1]):
-            found = args[0].flatten()
+            found = args[0].new_empty(args[0].numel())
         else:
             found = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(found):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, Tensor):
                 self._count(leaf.untyped_storage())
         self.peak = max(self.peak, self.bytes)
         return found
 
     def _count(self, storage: Any) -> None:
         key = storage._cdata
-        if key in self._known:
-            return
-        size = storage.nbytes()
-        self.bytes += size
-        self._known[key] = weakref.ref(storage, self._forget(key, size))
+        if key not in self._known:
+            size = storage.nbytes()
+            self.bytes += size
+            self._known[key] = weakref.ref(storage, self._forget(key, size))
 
     def _forget(self, key: int, size: int) -> Callable[[Any], None]:
         def gone(_: Any) -> None:

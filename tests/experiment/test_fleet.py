@@ -85,21 +85,25 @@ def test_a_batch_larger_than_all_shards_is_refused_before_training(
         begin_experiment(load_experiment(path), tmp_path / "out")
 
 
-def test_data_prepares_all_shards_and_tells(file: Path, xsalab: Callable[..., Any], here: dict[str, Any]) -> None:
-    ran = xsalab("data", file)
+def test_data_prepares_all_shards_and_tells(
+    file: Path, tmp_path: Path, xsalab: Callable[..., Any], here: dict[str, Any]
+) -> None:
+    ran = xsalab("data", file, "--out", tmp_path / "out")
     assert ran.code == 0, ran.err
     assert "train: 72 documents" in ran.out
     assert "6 of 6 shards" in ran.out
     assert here["asked"] == [True]
-    (entry,) = json.loads(xsalab("data", file, "--json").out)
+    (entry,) = json.loads(xsalab("data", file, "--out", tmp_path / "out", "--json").out)
     assert entry["rows"][0]["prepared"] == 6
     assert entry["rows"][0]["sha256"]
 
 
 @pytest.mark.slow
-def test_run_prepares_the_rest_in_the_background(file: Path, xsalab: Callable[..., Any], no_page: None) -> None:
+def test_run_prepares_the_rest_in_the_background(
+    file: Path, tmp_path: Path, xsalab: Callable[..., Any], no_page: None
+) -> None:
     """With real worker processes."""
-    ran = xsalab("run", file, "--jobs", "1")
+    ran = xsalab("run", file, "--out", tmp_path / "out", "--jobs", "1")
     assert ran.code == 0, ran.err
     assert "better" in ran.out or "not decidable" in ran.out or "worse" in ran.out
-    assert xsalab("data", file).out.count("6 of 6 shards") == 1
+    assert xsalab("data", file, "--out", tmp_path / "out").out.count("6 of 6 shards") == 1

@@ -1,7 +1,7 @@
 """One process of several that train one model: python divided.py FOLDER, with RANK, WORLD_SIZE, … in the environment.
 
-For every case it starts from the same checkpoint, written by one process, makes five steps and writes what came of them:
-FOLDER/<case>-<world>.safetensors, by the first process.
+For every case it starts from the checkpoint that one process wrote, makes five steps, and the first process writes what
+came of them: FOLDER/<case>-<world>.safetensors.
 """
 
 from __future__ import annotations
@@ -29,13 +29,10 @@ CONFIG = ModelConfig(
 SCHEDULE = Schedule("nanochat", steps=12, warmup=2)
 RATES = Rates(dict.fromkeys(GROUPS, 0.01), 0.1)
 CASES = {  # name -> (optimizer, sharded, rows a forward pass, clip)
-    "parallel": ("hybrid", False, 0, 0.0),
-    "accumulated": ("hybrid", False, 1, 0.0),
-    "clipped": ("hybrid", False, 0, 0.05),
+    "parallel": ("hybrid", False, 1, 0.05),
     "plain-muon": ("muon", False, 0, 0.0),
     "adamw": ("adamw", False, 0, 0.05),
-    "sharded": ("hybrid", True, 0, 0.0),
-    "sharded-clipped": ("hybrid", True, 1, 0.05),
+    "sharded": ("hybrid", True, 1, 0.05),
     "sharded-adamw": ("adamw", True, 0, 0.0),
 }
 STEPS = 5

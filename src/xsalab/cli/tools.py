@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .console import OUT, File, Json, Out, Sets, app, bar, console, load, say_lines, spelled
+from .console import OUT, File, Json, Out, Sets, Smoke, app, bar, console, load, say_lines, spelled
 
 
 @app.command()
@@ -18,7 +18,10 @@ def plan(
     effect: Annotated[str, typer.Option(help="the difference worth finding: 0.003, or 0.3% of the baseline")] = "",
     sd: Annotated[str, typer.Option(help="a stated sd of the paired differences: 0.0005, or 0.05%")] = "",
     measure: Annotated[bool, typer.Option("--measure/--no-measure", help="time a few steps where needed")] = True,
+    price: Annotated[list[str] | None, typer.Option(help="of a GPU an hour: H100=2.5; may repeat")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs that the hours by type of device are for")] = 8,
     sets: Sets = None,
+    smoke: Smoke = False,
     json_: Json = False,
 ) -> None:
     """Say what an experiment will cost and what it can see, before anything is spent.
@@ -31,10 +34,14 @@ def plan(
     from ..experiment.store import RunStore
     from ..plan import plan as make_plan
     from ..plan import print_plan
+    from ..plan_devices import read_prices
 
-    experiment = load(file, sets, plugins=False)
+    prices = read_prices(price or ())
+    experiment = load(file, sets, plugins=False, smoke=smoke)
     store = RunStore.of(experiment, out)
-    content = make_plan(as_run(experiment, store), store, effect=effect, sd=sd, measure=measure)
+    content = make_plan(
+        as_run(experiment, store), store, effect=effect, sd=sd, measure=measure, prices=prices, gpus=gpus
+    )
     if json_:
         print(json.dumps(content, ensure_ascii=False, allow_nan=False))
     else:

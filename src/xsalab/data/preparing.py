@@ -52,6 +52,7 @@ def prepare_shards(
     process itself. ``progress`` gets a stage and the share done. What is prepared stays whatever happens: the same
     call goes on with the rest. Raises ValueError naming the first shard that failed, and why.
     """
+    assert config.window, "a corpus in shards"
     pieces = {context: Pieces(corpus.folder, corpus.manifest, context) for context in contexts}
     there = {context: found.prepared() for context, found in pieces.items()}
     order = needed_order(len(corpus.manifest["shards"]), config.window, seeds)
@@ -70,6 +71,8 @@ def prepare_shards(
     else:
         workers = _start(corpus, config, tasks, jobs, polite=not whole)
         _await(corpus, pieces, needed, workers, lambda share: progress(_stage(corpus, len(contexts)), share))
+        for worker in workers if whole else ():
+            worker.join()  # each has ended, or sees that nothing is left
     there = {context: found.prepared() for context, found in pieces.items()}
     missing = [(context, number) for context, number in needed if number not in there[context]]
     if missing:

@@ -321,12 +321,11 @@ def carry_out_here(arguments: bytes, token: str, code: str) -> tuple[str, Any]:
     try:
         check_machine(token, code)
         task = pickle.loads(arguments)
-        device, processes = uses(task)
         if task.folder.is_dir():
             with folder_lock(task.folder, "run", LOCK_WAIT):  # of one who died, on this machine or another
                 pass
-        # Ray has set which GPUs are seen here, and they count from 0
-        return "end", do(task, lambda cell, content: None, tuple(range(processes)) if device == "cuda" else ())
+        # Ray has set which GPUs are seen here: a run takes the first, several processes the first ones.
+        return "end", do(task, lambda cell, content: None)
     except BaseException as error:
         return "error", portable(error)
 

@@ -363,7 +363,7 @@ def do(task: Task, event: Event, slot: Slot = ()) -> str:
     """Carries out one task on the slot's devices; returns its state."""
     if isinstance(task, DownstreamTask):
         return carry_out(task, event)
-    if uses(task)[1] > 1:
+    if isinstance(task, RunTask) and task.config.train.processes > 1:
         from .launch import launch
 
         return launch(task, event, slot)

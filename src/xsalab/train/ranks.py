@@ -105,9 +105,13 @@ def joined(device: str) -> Iterator[Ranks]:
             raise ValueError(f"process {local} of this machine has no GPU of its own: there are {found}")
         torch.cuda.set_device(local)
     try:
+        store, rank, world = next(dist.rendezvous("env://", timeout=PATIENCE))
+        # torchrun keeps its store when it starts the processes again: addresses of those before must not be found there
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         # What is said about numbers of the model goes from GPU to GPU, all else between processors.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=PATIENCE)
-    except (dist.DistError, ValueError) as error:
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=PATIENCE)
+    except (RuntimeError, ValueError) as error:  # torch's are RuntimeErrors of several kinds
         where = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         first = str(error).splitlines()[0][:200]
         raise ValueError(
