@@ -62,7 +62,9 @@ def _attempt(task: RunTask, event: Event, devices: tuple[int, ...]) -> tuple[lis
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)
     if devices:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # the numbers are those of what this process may use
+        names = visible.split(",") if visible else [str(number) for number in range(max(devices) + 1)]
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[number] for number in devices)
     make_folder(task.folder)
     told: list[dict[str, Any]] = []
     tail: deque[str] = deque(maxlen=40)
