@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: quick test bench lint clean
+.PHONY: quick muon-study test bench lint clean
 
 # The environment, made anew whenever what it is made from changes.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -17,6 +17,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 quick: $(VENV)/.ready
 	$(BIN)/xsalab check experiments/quick.toml
 	$(BIN)/xsalab run experiments/quick.toml
+
+# The published study again, on a machine with GPUs: about 13 hours on 8 H100. It resumes.
+muon-study: $(VENV)/.ready
+	$(BIN)/xsalab run experiments/muon-study.toml
 
 test: $(VENV)/.ready
 	$(BIN)/pytest tests --ignore=tests/compiled -n auto --dist loadscope

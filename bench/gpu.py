@@ -1,6 +1,7 @@
 """The targets of one H100 or H200, measured in under 6 minutes: python bench/gpu.py [--nanochat DIR] [--out FILE]
 
     python bench/gpu.py --nanochat ../nanochat --out gpu.json
+    python bench/gpu.py --processes 8 --only ranks           one run on 8 GPUs against one GPU, whole and in slices
     python bench/gpu.py --device cpu --smoke           all parts at tiny sizes: shows that it works, figures say nothing
 
 Needs this repository and what a CUDA image of PyTorch holds (torch 2.11 or newer): packages that xsalab imports and
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 from gpu_bench import FULL, SMOKE, Bench
 from gpu_kernels import attention, exclude, head, machine
+from gpu_ranks import ranks
 from gpu_standins import StandIns
 from gpu_training import against_nanochat, d12, d24, optimizer
 from measure import table
@@ -47,6 +49,7 @@ PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {  # reckoned seconds 
     "optimizer": (optimizer, 10),
     "head": (head, 20),
     "attention": (attention, 40),
+    "ranks": (ranks, 240),
 }
 
 
@@ -79,6 +82,8 @@ def run(b: Bench, only: Sequence[str], write: Callable[[dict[str, Any]], None]) 
         left, seconds = b.ends - time.monotonic(), allowed if b.plan is FULL else 100.0
         if only and name not in only:
             left_out[name] = "not asked for"
+        elif name == "ranks" and b.processes == 1:
+            left_out[name] = "needs --processes N"
         elif name == "nanochat" and b.nanochat is None:
             left_out[name] = "needs --nanochat DIR"
         elif left < seconds / 2:
@@ -131,6 +136,7 @@ def main() -> int:
     """Measures and writes. Exit code 1 where a target is missed or a part broke, 2 for a mistake in the call."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nanochat", type=Path, metavar="DIR", help="a checkout of nanochat, the peer")
+    parser.add_argument("--processes", type=int, default=1, metavar="N", help="also one run on N GPUs, against one")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the JSON goes, else to stdout at the end")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, nothing compiled: shows that it works")
@@ -144,6 +150,8 @@ def main() -> int:
         parser.error("torch finds no CUDA device here; --device cpu --smoke shows that the program works")
     if given.device == "cpu" and not given.smoke:
         parser.error("--device cpu needs --smoke: its sizes are a GPU's")
+    if given.processes < 1 or (given.device == "cuda" and given.processes > torch.cuda.device_count()):
+        parser.error(f"--processes {given.processes}: from 1 to the number of GPUs here")
     if given.nanochat is not None and not (given.nanochat / "nanochat" / "gpt.py").is_file():
         parser.error(f"--nanochat {given.nanochat}: no nanochat/gpt.py there; give a checkout of nanochat")
     stand_ins = StandIns()
@@ -153,8 +161,8 @@ def main() -> int:
     os.environ["XSALAB_PLAIN"] = "1"  # kernels for CPUs are not built
     if given.smoke:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"  # nanochat's optimizer asks for compilation
-    ends = time.monotonic() + (given.seconds or plan.seconds)
-    b = Bench(plan, given.device, not given.smoke, given.nanochat, ends)
+    ends = time.monotonic() + (given.seconds or plan.seconds + 240 * (given.processes > 1))
+    b = Bench(plan, given.device, not given.smoke, given.nanochat, ends, given.processes)
 
     def write(content: dict[str, Any]) -> None:
         if given.out:

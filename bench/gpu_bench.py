@@ -71,6 +71,7 @@ class Bench:
     compile: bool
     nanochat: Path | None
     ends: float  # monotonic
+    processes: int = 1  # GPUs that one run takes, in the part that has several
     rows: list[Any] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     peak: float = 0.0  # floating-point operations a second

@@ -15,13 +15,21 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from states import batch_of, config_of, peak_memory, random_tokens, resident_memory, stepper
+import torch.distributed as dist
+from states import STEPS, batch_of, config_of, peak_memory, random_tokens, resident_memory, stepper
 
+from xsalab.data import Batch
+from xsalab.experiment.building import build_state
 from xsalab.model import count_parameters, native
+from xsalab.train import train_step
+from xsalab.train.ranks import joined
 
 Built = tuple[Callable[[], float], dict[str, Any]]  # one step, and what is to be told of the model
 
@@ -114,7 +122,64 @@ def ours(depth: int, width: int, *, variant: str, context: int, rows: int, vocab
     return step, {"parameters": count_parameters(state.model).total, "dtype": str(state.model.dtype)}
 
 
-SIDES: dict[str, Callable[..., Built]] = {"nanochat": nanochat, "xsalab": ours}
+def divided(
+    depth: int, width: int, *, context: int, rows: int, vocabulary: int, shard: bool = False, device: str = "cpu",
+    micro: int = 0, compiled: bool = False,
+) -> Built:  # fmt: skip
+    """Our step divided among processes, of which this is one (RANK, WORLD_SIZE, …); with what a step sends."""
+    ranks = ExitStack().enter_context(joined(device))  # until the process ends
+    config = config_of(depth, width, context=context, rows=rows, vocabulary=vocabulary)
+    train = replace(config.train, processes=ranks.world, shard=shard, device=device, compile=compiled)
+    state = build_state(replace(config, train=train), ranks)
+    schedule = config.optim.schedule_over(STEPS)
+    share, sent = rows // ranks.world, Counter[str]()
+    mine = slice(ranks.rank * share, (ranks.rank + 1) * share)
+
+    def step() -> float:
+        whole = batch_of(config, state.step)
+        batch = Batch(whole.inputs[mine], whole.targets[mine], whole.row_ids[mine])
+        loss = train_step(state, batch, schedule, micro_rows=micro).loss
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return loss
+
+    if ranks.world > 1:
+        with _counting(sent):
+            step()
+    parameters = sum(tensor.numel() for _, tensor in state.division.whole_parameters())
+    return step, {"parameters": parameters, "dtype": str(state.model.dtype), "bytes": dict(sent)}
+
+
+@contextmanager
+def _counting(sent: Counter[str]) -> Iterator[None]:
+    """Counts the bytes handed to each kind of exchange of ours while the block runs; what FSDP2 sends is its own."""
+    kinds = (
+        "reduce",
+        "broadcast",
+        "all_reduce",
+        "all_to_all_single",
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+    )
+    before = {kind: getattr(dist, kind) for kind in kinds}
+
+    def counted(kind: str) -> Callable[..., Any]:
+        def call(tensor: torch.Tensor, *others: Any, **named: Any) -> Any:
+            sent[kind] += tensor.numel() * tensor.element_size()
+            return before[kind](tensor, *others, **named)
+
+        return call
+
+    for kind in kinds:
+        setattr(dist, kind, counted(kind))
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            setattr(dist, kind, before[kind])
+
+
+SIDES: dict[str, Callable[..., Built]] = {"nanochat": nanochat, "xsalab": ours, "divided": divided}
 
 
 def main() -> None:

@@ -89,6 +89,44 @@ def test_runs_tokens_and_operations_by_hand(planned: Any) -> None:
     assert content["flops"] == pytest.approx(sum(r["flops"] * r["runs"] for r in content["rows"]))
 
 
+def test_memory_stands_beside_every_arm(planned: Any) -> None:
+    """As plan_memory counts it; the terminal tells the largest. A run of this size is far below 100 MB."""
+    content = planned()
+    for row in content["rows"]:
+        memory = row["memory"]
+        assert memory["weights"] < memory["weights"] + memory["gradients"] < memory["peak"] < 1e8
+        assert memory["gradients"] == 4 * row["parameters"]
+    assert content["devices"] == []
+    assert "of a run at its peak" in printed(content)
+
+
+def test_gpus_have_a_table_with_hours_cost_and_rows(write_experiment: Any, tmp_path: Path) -> None:
+    """The hours of what is left, by operations; the price as stated; rows a pass that divide the batch."""
+    experiment = load_experiment(write_experiment(train__device="cuda", train__dtype="bfloat16"))
+    store = store_of(experiment, tmp_path)
+    content = plan(experiment, store, measure=False, prices={"H200": 4.0}, gpus=2)
+    rows = {row["device"]: row for row in content["devices"]}
+    hours = content["flops_pending"] / (0.4 * 989e12) / 3600
+    assert rows["H200"]["device_hours"] == pytest.approx(hours)
+    assert rows["H200"]["cost"] == pytest.approx(4 * hours)
+    assert rows["H200"]["wall_hours"] == pytest.approx(hours / 2, rel=0.01)
+    assert rows["RTX 4090"]["rows"] == {"base": 8}
+    text = printed(content)
+    assert "H200" in text
+    assert text.isascii()
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert any("H100=2.5" in note for note in content["notes"])
+
+
+def test_climbmix_is_downloaded_and_prepared(planned: Any) -> None:
+    """Three shards and the one held out, 100 MB each; two bytes a token, once where pieces are trained from."""
+    disk = planned(data__source="climbmix:0-2")["disk"]
+    assert disk["downloads"] == 4e8
+    assert disk["corpora"] == round(4 * 250e6 / 4.5 * 4)
+    assert planned(data__source="climbmix:0-2", data__window=2)["disk"]["corpora"] == round(4 * 250e6 / 4.5 * 2)
+    assert planned()["disk"]["corpora"] == 0
+
+
 def test_points_have_rows_of_their_own(planned: Any) -> None:
     content = planned(points=[{"name": "short"}, {"name": "long", "train.tokens": 2048}])
     assert [(row["point"], row["arm"], row["steps"]) for row in content["rows"]] == [
@@ -101,7 +139,7 @@ def test_points_have_rows_of_their_own(planned: Any) -> None:
 def test_a_model_too_large_for_memory_is_planned(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model is never filled: 100 GB of weights take no memory here. The time is extrapolated from a small one."""
     monkeypatch.setattr(plans, "busy_share", lambda: None)
-    model = {"depth": 24, "width": 8192, "heads": 64, "context": 32, "vocab_size": 32768}
+    model = {"depth": 6, "width": 16384, "heads": 128, "context": 32, "vocab_size": 32768}
     content = planned(measure=True, model=model, arms={"standard": {}})
     (row,) = content["rows"]
     assert content["disk"]["weights"] == 2 * 4 * row["parameters"]

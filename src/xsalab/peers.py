@@ -10,6 +10,10 @@ class Elsewhere(ValueError):
     """Another process failed, and this one stops with it. Its own message is the one to read."""
 
 
+class Lost(Elsewhere):
+    """Another process is gone without a word."""
+
+
 def launched() -> int:
     """How many processes torchrun started together with this one; 1 where it is alone."""
     return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1

@@ -33,7 +33,7 @@ from .optim.muon import STACK_ENTRIES
 from .train.loop import DTYPES
 
 aten = torch.ops.aten
-MANY = 4096  # tokens a pass from which the head's largest block is full, and what is kept is proportional to the rows
+MANY = 4096  # tokens a pass, at least, and the head's largest block is full: from there on all grows with the rows
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,8 @@ def _at(config: RunConfig, rows: int, accumulates: bool) -> Memory:
         permute_rows=False,
     )  # fmt: skip
     alike = dataclasses.replace(config, seed=0, train=plain, optim=dataclasses.replace(config.optim, lr_scale=1.0))
-    few = max(1, MANY // config.model.context)
+    row = config.model.vocab_size * DTYPES[compute_dtype(config)].itemsize  # bytes of a token's logits
+    few = max(1, max(MANY, head.BLOCK_BYTES[config.train.device] // row) // config.model.context)
     if rows <= 2 * few:
         return _known(alike, rows, accumulates)
     one, two = (_known(alike, count, accumulates) for count in (few, 2 * few))

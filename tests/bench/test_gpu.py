@@ -40,7 +40,7 @@ def test_every_part_runs_with_torch_and_this_repository_alone(tmp_path: Path) ->
     ran = started("--device", "cpu", "--smoke", "--out", str(out), bare=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = json.loads(out.read_text(encoding="utf-8"))
-    assert found["left_out"] == {"nanochat": "needs --nanochat DIR"}
+    assert found["left_out"] == {"nanochat": "needs --nanochat DIR", "ranks": "needs --processes N"}
     assert {"pydantic", "jaxtyping", "pyarrow"} <= set(found["stood_in_for"])
     assert set(found["figures"]) == {"machine", "exclude", "d12", "d24", "optimizer", "head", "attention"}
     judged = {row["name"]: row for row in found["results"]}
@@ -53,6 +53,23 @@ def test_every_part_runs_with_torch_and_this_repository_alone(tmp_path: Path) ->
     matrices = 2 * (4 * 64 * 64 + 8 * 64 * 64) + 2 * 12 + 256 * 64  # one gate of 12 channels a head, on the last layer
     assert d12["flops_per_token"] == 6 * matrices + 12 * 64 * 64 * 2
     assert len(d12["times"]["xsa"]) == len(d12["times"]["standard"]) == 4
+
+
+@pytest.mark.slow
+def test_one_run_on_two_processes(tmp_path: Path) -> None:
+    """The mode for several GPUs: what a step hands over, by hand."""
+    out = tmp_path / "gpu.json"
+    ran = started("--device", "cpu", "--smoke", "--processes", "2", "--only", "ranks", "--out", str(out))
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = json.loads(out.read_text(encoding="utf-8"))["figures"]["ranks"]
+    assert set(found) == {"d12"}
+    whole = found["d12"]
+    # to its owner and back goes every parameter: 2 bytes a number of the tables in bfloat16, 4 of the rest
+    tables = 256 * 64 * 2  # the embedding, and the value embedding of the last layer
+    less = 2 * tables if whole["dtype"] == "torch.bfloat16" else 0
+    assert whole["bytes"]["reduce"] == whole["bytes"]["broadcast"] == 4 * whole["parameters"] - less
+    assert len(whole["times"]["many"]) == 4
+    assert whole["efficiency"] == pytest.approx(whole["faster"]["median"] / 2)
 
 
 def test_a_wrong_call_is_told_in_one_line(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from typing import IO, Any
 
 from ..config import build, dump
 from ..files import make_folder
-from ..peers import Elsewhere, launched
+from ..peers import Elsewhere, Lost, launched
 from ..train.ranks import ALONE, Ranks, joined
 from .command_run import CommandTask
 from .run import Event, RunTask, run_cell
@@ -42,7 +42,8 @@ def launch(task: RunTask, event: Event, devices: tuple[int, ...] = ()) -> str:
     """
     for attempt in range(1 + RETRIES):
         told, tail, code = _attempt(task, event, devices)
-        errors = [content for content in told if content["kind"] == "error"]
+        # that another is gone says no more than that one was killed
+        errors = [content for content in told if content["kind"] == "error" and content["error"] != Lost.__name__]
         if errors:
             raise _error(next((e for e in errors if e["error"] != Elsewhere.__name__), errors[0]), task.processes)
         states = [content["state"] for content in told if content["kind"] == "end"]

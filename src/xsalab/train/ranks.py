@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..peers import Elsewhere as Elsewhere
-from ..peers import launched
+from ..peers import Lost, launched
 
 T = TypeVar("T")
 # what gloo says of a peer that has ended
@@ -123,6 +123,6 @@ def joined(device: str) -> Iterator[Ranks]:
     except RuntimeError as error:
         if isinstance(error, dist.DistError) or any(sign in str(error) for sign in GONE):
             first = str(error).splitlines()[0][:200]
-            raise Elsewhere(f"another process is gone, and this one stops; its own error says why ({first})") from None
+            raise Lost(f"another process is gone, and this one stops; its own error says why ({first})") from None
         raise
     dist.destroy_process_group()  # after an error it might wait for a process that is gone
