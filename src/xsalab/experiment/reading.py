@@ -79,7 +79,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
     """As ``flat``, but an empty table is a value: it empties the file's."""
     found: list[tuple[str, Any]] = []
     for key, value in values.items():
-        deeper = isinstance(value, dict)
+        deeper = isinstance(value, dict) and value
         found += _leaves(cast(dict[str, Any], value), f"{prefix}{key}.") if deeper else [(f"{prefix}{key}", value)]
     return found
 
