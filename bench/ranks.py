@@ -3,7 +3,7 @@
     python bench/ranks.py [--processes 2] [--depth 6 --width 384] [--shard] [--rounds 8]
 
 On GPUs: python bench/gpu.py --processes 8. Both sides train the same model on the same global batch, a step in turns,
-in processes that hold no core while the others work. Told beside it: the bytes that a step hands to each kind of exchange.
+in processes that hold no core while the others work. Told beside it: the bytes handed to each kind of exchange.
 """
 
 from __future__ import annotations

@@ -80,6 +80,8 @@ def results(folder: Path, case: str, ranks: Ranks) -> dict[str, torch.Tensor]:
     assert load_checkpoint(folder / kind, state) is not None
     found, metrics = dict[str, torch.Tensor](), []
     for _ in range(STEPS):
+        with torch.no_grad():  # an evaluation before each step changes none of them
+            state.model.token_nats(batch_of(7).inputs, batch_of(7).targets)
         metrics.append(train_step(state, batch_of(state.step, ranks), SCHEDULE, micro_rows=micro_rows, clip=clip))
         if len(metrics) == 1:
             found = {name: tensor.clone() for name, tensor in state.division.whole_weights().items()}

@@ -334,8 +334,10 @@ class FullySharded(Alone):
         for buffers in (module._buffers for module in model.modules()):
             buffers.update({name: None if b is None else b.to(device) for name, b in buffers.items()})
         mesh = init_device_mesh(device, (ranks.world,))
+        # The root too gives its slices back after each forward: where it keeps them, its default, an evaluation leaves
+        # the next step a gradient that holds the one before (torch 2.13).
         for module in (model.embedding, *model.value_embeddings.values(), *model.blocks, model):
-            fully_shard(module, mesh=mesh, ignored_params=ignored)
+            fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
         register_fsdp_forward_method(model, "token_nats")
         self.parameters = dict(model.named_parameters())
         self.small = [name for name in self.parameters if name in small]
