@@ -38,6 +38,9 @@ def explain_disk(error: OSError, path: Path, needed: int) -> OSError:
         return OSError(errno.ENOSPC, words, str(path))
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return OSError(error.errno, "cannot write here (read-only?); choose another folder with --out", str(path))
+    if error.errno in (errno.ENOENT, errno.ESTALE):
+        words = "the folder is gone (unmounted or deleted in use?); bring it back, and the same command continues"
+        return OSError(error.errno, words, str(path.parent))
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
         return OSError(error.errno, "a file stands where a folder is needed; choose another with --out", str(path))
     return error

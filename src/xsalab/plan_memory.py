@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -150,7 +150,7 @@ def _counted(config: RunConfig, rows: int, accumulates: bool) -> Memory:
     return Memory(rows, weights, gradients, state, activations, alive.peak, update)
 
 
-def _one_stack(parameters: list[Tensor]) -> list[Tensor]:
+def _one_stack(parameters: Sequence[Tensor]) -> list[Tensor]:
     """The matrices that Muon takes at one time on a CPU (``muon.stacks``), of every shape; all other parameters."""
     left: dict[torch.Size, int] = {}
     found = []

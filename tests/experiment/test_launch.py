@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -12,8 +14,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+from processes import together
 
+from xsalab.eval.core import CoreConfig
+from xsalab.experiment.core import ask_core
 from xsalab.experiment.launch import error_of, launch
 from xsalab.experiment.plugins import import_plugins
 from xsalab.experiment.run import RunTask, run_cell
@@ -127,6 +133,26 @@ def test_the_error_of_a_process_is_told(trouble: Callable[..., tuple[RunTask, Pa
     assert {path.name for path in (task.folder / "checkpoints").iterdir()} == {"step-000000002", "step-000000004"}
     assert launch(task, silent) == "finished"
     assert RunFolder(task.folder).status["processes"] == [[0, 2], [4, 2]]
+
+
+@pytest.mark.slow
+def test_two_processes_answer_core_as_one(lab: Callable[..., Any], tmp_path: Path) -> None:
+    """F111: every item once, with the same answer, by tasks of four, five and more items."""
+    run = lab(seeds=[0], train__tokens=256).run().path
+    bundle = Path(__file__).parents[2] / "examples" / "downstream" / "bundle"
+    copy = run.parent / "copy"
+    shutil.copytree(run, copy)
+    alone = ask_core(run, CoreConfig(bundle=str(bundle), max_per_task=5))
+    ended = together(["-m", "xsalab", "core", copy, f"--bundle={bundle}", "--max-per-task=5", "--json"], 2)
+    assert [code for code, _ in ended] == [0, 0], ended
+    content = json.loads(ended[0][1].splitlines()[-1])
+    assert ended[1][1] == ""  # the second says nothing
+    assert content["CORE"] == pytest.approx(alone.figure)
+    assert len(content["tasks"]) == len(alone.answers) > 1
+    for path in sorted((run / "core").glob("*.parquet")):
+        mine, theirs = (pq.read_table(folder / "core" / path.name).to_pylist() for folder in (run, copy))
+        assert [row["item"] for row in mine] == [row["item"] for row in theirs]
+        assert [row["value"] for row in mine] == [row["value"] for row in theirs]
 
 
 COMMAND = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from xsalab.eval.validation import evaluate
-from xsalab.experiment import hooks, plugins
+from xsalab.experiment import hooks, plugins, store
 from xsalab.experiment import run as runs
 from xsalab.experiment.fleet import begin_experiment, tasks
 from xsalab.experiment.outcome import outcome
@@ -625,7 +625,7 @@ def test_a_full_disk_at_the_log(lab: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
         def close(self) -> None: ...
 
-    plain = runs.MetricsLog
+    plain = store.MetricsLog
 
     class Log(plain):
         def __init__(self, path: Path) -> None:
@@ -633,7 +633,7 @@ def test_a_full_disk_at_the_log(lab: Any, monkeypatch: pytest.MonkeyPatch) -> No
             self.file.close()
             self.file = Full()
 
-    monkeypatch.setattr(runs, "MetricsLog", Log)
+    monkeypatch.setattr(store, "MetricsLog", Log)
     with pytest.raises(OSError, match="disk full") as raised:
         home.run()
     assert raised.value.filename.endswith("metrics.jsonl")

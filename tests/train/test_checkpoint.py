@@ -352,3 +352,18 @@ def test_a_file_is_written_whole_and_plain(fresh: State, tmp_path: Path) -> None
     ]
     assert load_file(path / "model.safetensors").keys() == state.model.state_dict().keys()
     assert json_of(tmp_path, 0)["about"] == "α"
+
+
+def test_a_folder_that_vanishes_is_not_made_anew(tmp_path: Path, fresh: State) -> None:
+    """What was a shared folder would else come back on the machine's own disk, and the run would be in two places."""
+    run, state = tmp_path / "shared" / "run", fresh()
+    run.mkdir(parents=True)
+    save_checkpoint(run / "checkpoints", state, {})
+    shutil.rmtree(tmp_path / "shared")
+    with pytest.raises(OSError, match="the folder is gone") as told:
+        save_checkpoint(run / "checkpoints", state, {})
+    assert told.value.errno == errno.ENOENT
+    assert told.value.filename == str(run)
+    with pytest.raises(OSError, match="the same command continues"):
+        write_atomic(run / "status.json", "{}")
+    assert not (tmp_path / "shared").exists()

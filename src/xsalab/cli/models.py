@@ -171,21 +171,26 @@ def core(
     out: Out = OUT,
     json_: Json = False,
 ) -> None:
-    """Ask a run the tasks of CORE, item by item; or go on where that stopped.
+    """Ask a run the tasks of CORE, item by item; or go on where that stopped. Under torchrun the processes share them.
 
     Example: xsalab core out/experiments/quick/runs/base.xsa.s0 --bundle eval_bundle --max-per-task 100
     """
+    import torch
+
     from ..eval.core import CoreConfig
     from ..experiment.core import ask_core
     from ..experiment.store import RunFolder
+    from ..train.ranks import joined
 
     config = CoreConfig(bundle, sha256, tuple(tasks or ()), max_per_task, longest)
     tell_plugins(folder, RunFolder(folder).read("config").get("plugins", {}).items())
-    with bar("asking", 1.0) as update:
+    with joined("cuda" if torch.cuda.is_available() else "cpu") as ranks, bar("asking", 1.0) as update:
         result = ask_core(
-            folder, config, out=out, note=note,
+            folder, config, out=out, note=note, ranks=ranks,
             progress=lambda done, total, task: update(done / total, f"asking {task}"),
         )  # fmt: skip
+    if not ranks.first:
+        return
     content = result.as_json()
     if json_:
         print(json.dumps(content, ensure_ascii=False, allow_nan=False))

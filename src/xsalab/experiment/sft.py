@@ -208,7 +208,8 @@ def tuning(origin: RunConfig, config: SftConfig, rows: Rows) -> RunConfig:
     Raises ValueError where the rows do not fill a batch.
     """
     tokens = config.batch_tokens or origin.train.batch_tokens
-    whole = dataclasses.replace(origin.train, batch_tokens=tokens)
+    # one process, whatever the base run had: its batches are the same for any number
+    whole = dataclasses.replace(origin.train, batch_tokens=tokens, processes=1, shard=False)
     try:
         batch = whole.batch_rows(origin.model.context)
     except ValueError as error:

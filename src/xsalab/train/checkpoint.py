@@ -134,7 +134,7 @@ def save_checkpoint(folder: Path, state: TrainState, notes: Mapping[str, Any]) -
 
 def _make_temporary(folder: Path, final: Path) -> Path:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # not its parents: a shared folder that vanished must not come back on another disk
         temporary = folder / f".{final.name}.{os.getpid()}.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
