@@ -16,8 +16,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-from processes import together
 
+from processes import together
 from xsalab.eval.core import CoreConfig
 from xsalab.experiment.core import ask_core
 from xsalab.experiment.launch import error_of, launch

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from divided import CASES, STEPS, batch_of, begin, results, resumed, state_of
-from processes import together
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from processes import together
 from xsalab.train.distributed import PORTION, Portion, backward_order, owners, portions, update_cost
 from xsalab.train.ranks import ALONE, Ranks
 

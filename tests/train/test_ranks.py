@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import talking
-from processes import together
 
+from processes import together
 from xsalab.train.ranks import ALONE
 
 WORLD = 3
