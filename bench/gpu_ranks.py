@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 from gpu_bench import SMOKE, Bench
 from measure import ratio
-from ranks import measure
 
 
 def ranks(b: Bench) -> None:
@@ -15,6 +14,8 @@ def ranks(b: Bench) -> None:
 
     Their packages are not stood in for: xsalab must be installed.
     """
+    from ranks import measure
+
     for label, size, shard in (("d12", b.plan.d12, False), ("d12", b.plan.d12, True), ("d24", b.plan.d24, False)):
         if b.plan is SMOKE and (shard or label == "d24"):
             continue

@@ -42,7 +42,8 @@ if [ "$nodes" -eq 1 ]; then
     exit
 fi
 
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+names=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+first=${names%%$'\n'*}
 address=$first:${RAY_PORT:-6379}
 srun --nodes=1 --ntasks=1 --nodelist="$first" "$bin/ray" start --head --port="${address##*:}" --block &
 for try in $(seq 60); do

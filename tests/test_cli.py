@@ -351,8 +351,8 @@ def test_a_run_that_breaks_down(xsalab: Any, write_experiment: Any, out: Path, m
     """Exit code 1; its arm's verdict is "diverged" with the count, its state is kept, the other arms are unaffected."""
     plain = runs.build_state
 
-    def build(config: Any) -> Any:
-        state = plain(config)
+    def build(config: Any, ranks: Any) -> Any:
+        state = plain(config, ranks)
         if config.optim.lr_scale == 9.0:  # as a rate far too high does, on larger models
             nats = state.model.token_nats
             state.model.token_nats = lambda tokens, targets: (

@@ -101,6 +101,7 @@ FAULTS: dict[str, dict[str, str]] = {
         "F106": "What is validated depends on the batch size.",
         "F107": "Means of batches are averaged although they hold unequal numbers of tokens.",
         "F110": "A batch is lost at each round of validation.",
+        "F111": "Validation hangs: processes have unequal numbers of batches and wait for each other.",
         "F113": "A single process ends with an error at its exit.",
         "F114": "Special tokens count in the loss but not in the bytes.",
         "F115": "Nats are reported as bits.",

@@ -195,7 +195,7 @@ def test_an_evaluation_that_fails_loses_no_training(
 def test_killed_between_the_last_writes(lab: Any, monkeypatch: pytest.MonkeyPatch, numbers_of: Numbers) -> None:
     """Whichever of scores, weights, metrics and status was the last to be written, the restart ends the same."""
     whole = numbers_of(lab("whole", eval__every=2).run())
-    for number, name in enumerate(("write_scores", "save_tensors", "finish_metrics", "state_digest")):
+    for number, name in enumerate(("write_scores", "write_weights", "finish_metrics", "state_digest")):
         home = lab(f"cut{number}", eval__every=2)
         owner = RunFolder if hasattr(RunFolder, name) else runs
         plain = getattr(owner, name)

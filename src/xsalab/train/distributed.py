@@ -294,7 +294,7 @@ def _in_turns(every: list[Portion], world: int) -> list[Portion]:
 
 
 class _Sending:
-    """An exchange of every process with every other on its way. It holds what is sent, which torch does not."""
+    """An exchange of every process with every other, on its way. It holds what is sent until that has arrived."""
 
     def __init__(self, sent: Tensor, to: list[int], of: list[int]) -> None:
         """sent (Σ to,): numbers for each process; ``of`` each so many are expected."""
