@@ -78,14 +78,11 @@ def silent(cell: Any, content: dict[str, Any]) -> None: ...
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", [False, True], ids=["parallel", "sharded"])
-def test_a_killed_process_costs_nothing(
-    shard: bool, trouble: Callable[..., tuple[RunTask, Path]], numbers_of: Numbers
-) -> None:
+def test_a_killed_process_costs_nothing(trouble: Callable[..., tuple[RunTask, Path]], numbers_of: Numbers) -> None:
     """F087, F093, F101: the run goes on by itself from its last checkpoint and ends, to the bit, as the undisturbed."""
-    whole, marker = trouble("whole", train__shard=shard)
+    whole, marker = trouble("whole")
     assert launch(whole, silent) == "finished"
-    killed, marker = trouble("killed", train__shard=shard)
+    killed, marker = trouble("killed")
     marker.write_text("killed")
     events: list[dict[str, Any]] = []
     begin = time.monotonic()

@@ -74,7 +74,7 @@ def begin(folder: Path, kind: str) -> None:
 
 
 def results(folder: Path, case: str, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """The first step's weights by name, and the losses and norms of all steps."""
+    """The first step's weights by name, the second's as "next.", and the losses and norms of all steps."""
     kind, shard, micro_rows, clip = CASES[case]
     state = state_of(kind, shard, ranks)
     assert load_checkpoint(folder / kind, state) is not None
@@ -86,6 +86,8 @@ def results(folder: Path, case: str, ranks: Ranks) -> dict[str, torch.Tensor]:
         if len(metrics) == 1:
             found = {name: tensor.clone() for name, tensor in state.division.whole_weights().items()}
             save_checkpoint(folder / f"{case}-{ranks.world}", state, {})
+        elif len(metrics) == 2:
+            found |= {f"next.{name}": tensor.clone() for name, tensor in state.division.whole_weights().items()}
     replicas = state.division.own_weights()
     found["losses"] = torch.tensor([m.loss for m in metrics], dtype=torch.float64)
     found["norms"] = torch.tensor([m.grad_norm for m in metrics], dtype=torch.float64)

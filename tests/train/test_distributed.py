@@ -77,9 +77,11 @@ def test_a_frozen_matrix_does_not_move(case: str, world: int, folder: Path) -> N
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_of_many_goes_on_with_the_same_step(case: str, world: int, folder: Path) -> None:
-    """F044: from what ``world`` processes saved, one process and the same ``world`` make the same next step."""
+    """F044: from what ``world`` processes saved, as many make the next step to the bit, and one makes the same."""
     found = load_file(folder / f"{case}-{world}.safetensors")
     start = load_file_set(folder / f"{case}-{world}")
+    for name in start:
+        assert torch.equal(found[f"again.{name}"], found[f"next.{name}"]), name
     alone = resumed(folder, case, world, ALONE)
     assert_same_update({name: found[f"again.{name}"] for name in start}, alone, start)
     with_one = resumed(folder, case, 1, ALONE) if (folder / f"{case}-1").is_dir() else None
