@@ -23,12 +23,12 @@ from typing import IO, Any
 
 from ..config import build, dump
 from ..files import make_folder
-from ..peers import Elsewhere, Lost, launched
+from ..peers import Elsewhere, Lost, launched, rank
 from ..train.ranks import ALONE, Ranks, joined
 from .command_run import CommandTask
 from .run import Event, RunTask, run_cell
 
-RETRIES = 2  # of a run whose process was killed from outside; it goes on from its last checkpoint
+RETRIES = 2  # of a run whose process died; it goes on from its checkpoint: what kills it three times is the run's own
 GUARD = Path(__file__).with_name("guard.py")
 LINE = "xsalab "  # begins a line that is for ``launch``
 
@@ -150,7 +150,6 @@ def error_of(error: Exception, rank: int) -> dict[str, Any]:
 def main(path: Path) -> int:
     """One process of the run that ``path`` describes."""
     task = build(RunTask, json.loads(path.read_text(encoding="utf-8")), str(path))
-    rank = int(os.environ.get("RANK", "0"))
     try:
         with joined(task.config.train.device) as ranks:
             tell: Event = (lambda cell, content: say(content)) if ranks.first else (lambda cell, content: None)
@@ -158,7 +157,7 @@ def main(path: Path) -> int:
             if ranks.first:
                 say({"kind": "end", "state": state})
     except Exception as error:
-        say(error_of(error, rank))
+        say(error_of(error, rank()))
         return 2
     return 0
 

@@ -28,9 +28,10 @@ from ..files import folder_lock, make_folder
 from ..model import GPT, ModelConfig, VariantChoice
 from ..model.causality import check_causality
 from ..model.variant import VARIANTS
+from ..peers import Elsewhere
 from ..train import Diverged, Hook, TrainState, train
 from ..train.checkpoint import load_checkpoint, load_model, model_tensors, save_checkpoint
-from ..train.ranks import ALONE, Elsewhere, Ranks
+from ..train.ranks import ALONE, Ranks
 from .building import batches, build_state, compute_dtype, derived, open_corpus
 from .command_run import CommandTask, run_command
 from .design import Cell, RunConfig, config_differences, ours

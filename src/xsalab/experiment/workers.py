@@ -26,12 +26,12 @@ from .command_run import CommandTask
 from .design import Cell, Experiment, expand, resolve
 from .downstream import DownstreamTask, carry_out
 from .fingerprint import processor
+from .launch import RETRIES, launch
 from .run import Event, RunTask, run_cell
 from .store import RunFolder
 
 Task = RunTask | CommandTask | DownstreamTask
 Slot = tuple[int, ...]
-RETRIES = 2  # of a run whose worker died: what kills it three times is the run's own
 
 
 # Where runs compute
@@ -364,8 +364,6 @@ def do(task: Task, event: Event, slot: Slot = ()) -> str:
     if isinstance(task, DownstreamTask):
         return carry_out(task, event)
     if isinstance(task, RunTask) and task.config.train.processes > 1:
-        from .launch import launch
-
         return launch(task, event, slot)
     return run_cell(task, event)
 

@@ -13,6 +13,7 @@ Sources: the division of Muon by matrices, Moonlight (arXiv 2502.16982) and nano
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -21,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -60,7 +62,7 @@ class Alone:
 
     def counted(self, targets: Tensor) -> int:
         """Targets of the whole batch that count; ``targets`` are this process's share, on the CPU."""
-        return int((targets >= 0).sum())
+        return int(self.ranks.sum(np.array(int((targets >= 0).sum()))))
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Backward of a micro-batch; ``last``: of the step."""
@@ -197,9 +199,6 @@ class DataParallel(Alone):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._ready(name))
 
-    def counted(self, targets: Tensor) -> int:
-        return int(self.ranks.sum(targets.ge(0).sum().numpy()))
-
     def backward(self, loss: Tensor, last: bool) -> None:
         self.last = last
         if last:
@@ -234,13 +233,7 @@ class DataParallel(Alone):
             for name, gradient in zip(portion.names, self._parts(portion, buffer), strict=True):
                 self.parameters[name].grad = gradient if portion.owner == self.ranks.rank else None
         self.sent = []
-        norm = global_norm(self._gradients()).double().to(loss.device)
-        told = torch.cat((loss.reshape(1), norm.square().reshape(1), had.to(loss.device)))
-        dist.all_reduce(told)
-        total, square, *present = told.tolist()
-        for parameter, somewhere in zip(self.parameters.values(), present, strict=True):
-            if not somewhere:
-                parameter.grad = None
+        total, square = _told(loss, global_norm(self._gradients()), had, self.parameters.values())
         return total, math.sqrt(square) if math.isfinite(square) else square
 
     def _parts(self, portion: Portion, buffer: Tensor) -> Iterator[Tensor]:
@@ -252,7 +245,7 @@ class DataParallel(Alone):
     def step(self, optimizer: Hybrid) -> None:
         """Each owner updates its portions in turn; while one is computed, those before it are on their way."""
         waiting: list[tuple[Portion, Tensor, dist.Work]] = []
-        for portion in _in_turns(self.portions, self.ranks.world):
+        for portion in (p for turn in _turns(self.portions, self.ranks.world) for p in turn if p is not None):
             members = [self.parameters[name] for name in portion.names]
             if portion.owner == self.ranks.rank:
                 optimizer.step(only=members)
@@ -269,9 +262,7 @@ class DataParallel(Alone):
             work.wait()
             members = [self.parameters[name] for name in portion.names]
             if len(members) > 1 and portion.owner != self.ranks.rank:
-                torch._foreach_copy_(
-                    [self.parameters[n].data for n in portion.names], list(self._parts(portion, buffer))
-                )
+                torch._foreach_copy_([p.data for p in members], list(self._parts(portion, buffer)))
 
     def own_weights(self) -> dict[str, Tensor]:
         """Parameters by owner; buffers are the first process's."""
@@ -286,11 +277,24 @@ class DataParallel(Alone):
         )
 
 
-def _in_turns(every: list[Portion], world: int) -> list[Portion]:
-    """The owners' portions in turns, first, second, …: all owners compute at the same time, and none sends early."""
+def _told(loss: Tensor, norm: Tensor, had: Tensor, parameters: Iterable[nn.Parameter]) -> tuple[float, float]:
+    """Sums over the processes, in one exchange: of the losses, and of the squared norms.
+
+    had: 1 for each parameter that has a gradient here. One that has none anywhere keeps none, so that it does not move.
+    """
+    told = torch.cat((loss.reshape(1), norm.double().to(loss.device).square().reshape(1), had.to(loss.device)))
+    dist.all_reduce(told)
+    total, square, *present = told.tolist()
+    for parameter, somewhere in zip(parameters, present, strict=True):
+        if not somewhere:
+            parameter.grad = None
+    return total, square
+
+
+def _turns(every: list[Portion], world: int) -> list[list[Portion | None]]:
+    """The owners' portions in turns, one of each owner (None where it has no more), so that all compute at a time."""
     by_owner = [[portion for portion in every if portion.owner == rank] for rank in range(world)]
-    longest = max(map(len, by_owner))
-    return [own[turn] for turn in range(longest) for own in by_owner if turn < len(own)]
+    return [list(turn) for turn in itertools.zip_longest(*by_owner)]
 
 
 class _Sending:
@@ -348,12 +352,9 @@ class FullySharded(Alone):
         self.owner = owners({n: costs[n] for n in self.muon}, ranks.world)
         self.owner |= owners({n: costs[n] for n in self.sliced if n not in self.muon}, ranks.world)
         sizes = {name: self.parameters[name].numel() for name in self.muon}
-        every = portions(sizes, self.owner, dict.fromkeys(sizes), ranks.world) if sizes else []
-        by_owner = [[portion for portion in every if portion.owner == rank] for rank in range(ranks.world)]
-        self.rounds = [
-            [own[turn].names if turn < len(own) else () for own in by_owner]
-            for turn in range(max(map(len, by_owner)))
-        ]  # fmt: skip
+        every = portions(sizes, self.owner, dict.fromkeys(sizes), ranks.world)
+        # in each round one portion of every owner
+        self.rounds = [[p.names if p else () for p in turn] for turn in _turns(every, ranks.world)]
         self.pieces: dict[str, Tensor] = {name: self.parameters[name] for name in self.small}
         for name in self.sliced:
             whole = self.parameters[name].full_tensor() if name in self.muon else None  # pyright: ignore
@@ -363,9 +364,6 @@ class FullySharded(Alone):
 
     def optimizer(self, make: MakeOptimizer) -> Hybrid:
         return make(self.pieces)
-
-    def counted(self, targets: Tensor) -> int:
-        return int(self.ranks.sum(targets.ge(0).sum().numpy()))
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """FSDP2 takes the mean over processes of slices' gradients; the loss is part of a sum."""
@@ -405,13 +403,7 @@ class FullySharded(Alone):
             for parameter, part in zip(small, buffer.split([p.numel() for p in small]), strict=True):
                 parameter.grad = (part / self.ranks.world).view_as(parameter).to(parameter.dtype)
         slices = [g for name in self.sliced if (g := self._gradient_slice(name)) is not None and g.numel()]
-        square = global_norm(slices).double().to(loss.device).square()
-        told = torch.cat((loss.reshape(1), square.reshape(1), had.to(loss.device)))
-        dist.all_reduce(told)
-        total, square, *present = told.tolist()
-        for parameter, somewhere in zip(self.parameters.values(), present, strict=True):
-            if not somewhere:
-                parameter.grad = None
+        total, square = _told(loss, global_norm(slices), had, self.parameters.values())
         small_norm = float(global_norm([p.grad for p in small if p.grad is not None]))
         square += small_norm**2
         return total, math.sqrt(square) if math.isfinite(square) else square

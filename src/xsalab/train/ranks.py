@@ -18,8 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..peers import Elsewhere as Elsewhere
-from ..peers import Lost, launched
+from ..peers import Elsewhere, Lost, launched
 
 T = TypeVar("T")
 # what gloo says of a peer that has ended
